@@ -1,0 +1,321 @@
+"""What a person writes: job files and the runtime they run on. These classes are the file's schema and the API's.
+
+A file holds either one job, or `jobs:` (a list) with an optional `runtime:`. Unknown keys are errors. Precedence: default <
+file < `--set runtime.engine.num_decode_slots=64`. Cores never see these classes: shells build frozen dataclasses from them.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import Field
+
+from marlaas_jax.errors import InvalidConfig, NotFound
+
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+class Section(pydantic.BaseModel):
+    """Strict base of every section: unknown keys are errors, values are frozen."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class LoraConfig(Section):
+    """One job's adapter."""
+
+    rank: Annotated[int, Field(ge=1, le=256)] = 8
+    alpha: Annotated[float, Field(gt=0)] = 16.0  # the update is scaled by alpha / rank
+    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = LORA_TARGETS
+    seed: int | None = None  # of the random down factors; None: the job's seed
+    init_from: str | None = None  # a PEFT folder, or "RUN_DIR/JOB[@STEP]" of another run
+
+    @pydantic.field_validator("targets")
+    @classmethod
+    def _targets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError(f"targets=[]: name at least one of {', '.join(LORA_TARGETS)}")
+        return tuple(t for t in LORA_TARGETS if t in value)
+
+
+class SamplingConfig(Section):
+    """How one turn is sampled."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0  # 0: greedy
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    max_tokens: Annotated[int, Field(ge=1)] = 64  # per turn
+    stop: tuple[str, ...] = ()  # stop strings, matched on text
+    stop_token_ids: tuple[int, ...] = ()  # besides all end ids of the model
+
+
+class AlgorithmConfig(Section):
+    """The policy-gradient objective. `loss` sets the form; the other fields are its data."""
+
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "importance_sampling"] = "grpo"
+    # How token losses become one number: "token" divides by the batch's token count (DAPO), "sequence" averages each
+    # completion first (GRPO), "constant" divides by num_sequences * max_tokens (Dr.GRPO). None: the loss's own.
+    aggregation: Literal["token", "sequence", "constant"] | None = None
+    normalize_std: bool | None = None  # divide advantages by the group's standard deviation; None: the loss's own
+    clip_low: Annotated[float, Field(ge=0)] | None = None  # None: the loss's own
+    clip_high: Annotated[float, Field(ge=0)] | None = None
+    importance_cap: Annotated[float, Field(gt=0)] = 2.0  # truncated importance weights between sampler and learner
+    # "behaviour": ratios against the sampler's log-probs. "decoupled": against proximal log-probs (AReaL), which are
+    # those of the weights at the start of the batch, or interpolated by staleness (A-3PO).
+    objective: Literal["behaviour", "decoupled", "decoupled_interpolated"] = "behaviour"
+    minibatches: Annotated[int, Field(ge=1, le=64)] = 1  # optimizer steps per batch
+    kl_weight: Annotated[float, Field(ge=0)] = 0.0  # of the KL estimate (k3) to the base model
+    mask_truncated: bool = False  # leave truncated episodes out of the loss
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov & Hutter 2019) with a schedule over optimizer steps."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0  # None: no clipping
+    max_nonfinite_steps: Annotated[int, Field(ge=1)] = 3  # this many in a row fail the job
+
+
+class RolloutConfig(Section):
+    """Groups, staleness and what happens to what fails."""
+
+    group_size: Annotated[int, Field(ge=1, le=1024)] = 8  # episodes of one prompt
+    groups_per_batch: Annotated[int, Field(ge=1)] = 8  # groups of one optimizer step
+    max_staleness: Annotated[int, Field(ge=0)] = 1  # versions; 0 is synchronous
+    max_turns: Annotated[int, Field(ge=1)] = 8
+    max_attempts: Annotated[int, Field(ge=1)] = 3  # of one ticket
+    on_exhausted: Literal["smaller_batch", "fail"] = "smaller_batch"  # when a ticket has used its attempts
+    step_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # one call of the environment
+    episode_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+
+class EvalConfig(Section):
+    """Greedy evaluation on held-out items before the first and after the last step."""
+
+    num_items: Annotated[int, Field(ge=0)] = 32  # 0: none
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+
+
+class DataConfig(Section):
+    """Items by ticket, from a file instead of the environment's own generator."""
+
+    source: str  # "jsonl:PATH", "parquet:PATH", "json:PATH"
+    prompt_field: str = "prompt"
+    answer_field: str | None = "answer"
+    answer_regex: str | None = None  # the answer is its first group
+    prompt_template: str | None = None  # "{prompt}" and any field of the item
+    eval_source: str | None = None  # None: the last tenth (at least one item) of `source` is held out
+
+
+class CheckpointConfig(Section):
+    """When a job's state is written."""
+
+    every_steps: Annotated[int, Field(ge=1)] = 10
+    every_s: Annotated[float, Field(gt=0)] = 60.0
+    keep: Annotated[int, Field(ge=1)] = 2  # besides the best
+
+
+class JobConfig(Section):
+    """One RL run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    env: str  # "words:last_word", "calculator", "path/to/file.py:function", "reasoning_gym:chain_sum"
+    env_args: dict[str, Any] = {}
+    data: DataConfig | None = None
+    steps: Annotated[int, Field(ge=1)] = 20  # optimizer batches to train
+    seed: int = 0
+    weight: Annotated[float, Field(gt=0)] = 1.0  # share of the stages, against the other jobs
+    lora: LoraConfig = LoraConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+class EngineSection(Section):
+    """The sampler's fixed sizes; each combination of buckets is one compiled program."""
+
+    num_decode_slots: Annotated[int, Field(ge=1, le=4096)] = 32
+    max_context: Annotated[int, Field(ge=8)] = 256  # tokens of prompt and answer together
+    decode_steps: Annotated[int, Field(ge=1, le=256)] = 8  # per dispatch
+    context_buckets: tuple[int, ...] = ()  # attention lengths while decoding; (): chosen from max_context
+    prefill_buckets: tuple[int, ...] = ()  # prompt lengths; (): chosen from max_context
+    prefill_batch: Annotated[int, Field(ge=1)] = 4  # prompts per prefill dispatch
+
+
+class BankSection(Section):
+    """The adapter bank of the sampler and the masters of the learner."""
+
+    max_rank: Annotated[int, Field(ge=1, le=256)] = 8
+    num_sampler_slots: Annotated[int, Field(ge=3)] | None = None  # None: 1 + 2 * jobs, at least 3
+    num_learner_slots: Annotated[int, Field(ge=2)] | None = None  # None: 1 + jobs
+
+
+class LearnerSection(Section):
+    """The learner's fixed sizes."""
+
+    micro_batch_tokens: Annotated[int, Field(ge=64)] = 1024  # padded tokens of one micro-batch
+    max_dispatch_s: Annotated[float, Field(gt=0)] = 0.25  # predicted length of one dispatch
+    prompt_buckets: tuple[int, ...] = ()
+    suffix_buckets: tuple[int, ...] = ()
+    block_rows: Annotated[int, Field(ge=1)] = 8  # rollouts per block; larger groups are split, smaller ones padded
+    remat: bool = True
+    logits_chunk: Annotated[int, Field(ge=8)] = 128  # tokens per chunk of the vocabulary projection
+
+
+class RuntimeConfig(Section):
+    """The machine's side: one base model and the sizes of the three stages."""
+
+    model: str = "smollm2-135m"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 elsewhere
+    layers: Literal["auto", "scanned", "unrolled"] = "auto"  # auto: unrolled on CPU, scanned elsewhere
+    engine: EngineSection = EngineSection()
+    bank: BankSection = BankSection()
+    learner: LearnerSection = LearnerSection()
+    env_workers: Annotated[int, Field(ge=1)] = 1  # processes per environment pool
+    chat_template: str | None = None  # a jinja2 file; None: the model's own
+
+
+class RunConfig(Section):
+    """A whole run: the runtime and its jobs."""
+
+    runtime: RuntimeConfig = RuntimeConfig()
+    jobs: Annotated[tuple[JobConfig, ...], Field(min_length=1)]
+
+    @pydantic.model_validator(mode="after")
+    def _across(self) -> "RunConfig":
+        names = [job.name for job in self.jobs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"jobs: name={name!r} is used by {names.count(name)} jobs; names must differ")
+        for i, job in enumerate(self.jobs):
+            if job.lora.rank > self.runtime.bank.max_rank:
+                raise ValueError(
+                    f"jobs.{i}.lora.rank={job.lora.rank}: runtime.bank.max_rank={self.runtime.bank.max_rank} is the most allowed"
+                )
+            if job.sampling.max_tokens >= self.runtime.engine.max_context:
+                raise ValueError(
+                    f"jobs.{i}.sampling.max_tokens={job.sampling.max_tokens}: must be below "
+                    f"runtime.engine.max_context={self.runtime.engine.max_context}"
+                )
+        return self
+
+
+def load_run(paths: list[Path], overrides: list[str] = ()) -> RunConfig:
+    """Returns the run described by job files, with `--set` overrides applied. Raises InvalidConfig or NotFound, one sentence."""
+    merged: dict[str, Any] = {"jobs": []}
+    for path in paths:
+        document = _read_yaml(path)
+        jobs = document.pop("jobs", None)
+        runtime = document.pop("runtime", None)
+        if jobs is None:
+            jobs = [document]
+        elif document:
+            raise InvalidConfig(f"{path}: unknown key {sorted(document)[0]!r} beside `jobs`; allowed: runtime, jobs")
+        if not isinstance(jobs, list):
+            raise InvalidConfig(f"{path}: jobs={jobs!r} must be a list of jobs")
+        for job in jobs:
+            if isinstance(job, dict):
+                _resolve_paths(job, path.parent)
+        merged["jobs"] += jobs
+        if runtime is not None:
+            if merged.get("runtime", runtime) != runtime:
+                raise InvalidConfig(f"{path}: its `runtime` differs from that of an earlier file; all jobs of a run share one")
+            merged["runtime"] = runtime
+    for override in overrides:
+        _apply_override(merged, override)
+    return validate(RunConfig, merged)
+
+
+def validate(model: type[pydantic.BaseModel], document: Any) -> Any:
+    """Returns `document` as `model`, or raises InvalidConfig naming the first wrong field, its value and what is allowed."""
+    try:
+        return model.model_validate(document)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            raise InvalidConfig(f"{field}: unknown key; allowed here: {', '.join(_allowed_keys(model, first['loc']))}") from None
+        if first["type"] == "missing":
+            raise InvalidConfig(f"{field}: missing; it must be given") from None
+        if first["type"] == "value_error":
+            prefix = "" if "=" in message.split(":")[0] else f"{field}={first['input']!r}: "
+            raise InvalidConfig(prefix + message) from None
+        raise InvalidConfig(f"{field}={first['input']!r}: {message[0].lower() + message[1:]}") from None
+
+
+def _allowed_keys(model: type[pydantic.BaseModel], location: tuple) -> list[str]:
+    current: Any = model
+    for part in location[:-1]:
+        if isinstance(part, int) or not hasattr(current, "model_fields") or part not in current.model_fields:
+            continue
+        annotation = current.model_fields[part].annotation
+        classes = [a for a in (annotation, *_inner(annotation)) if isinstance(a, type) and issubclass(a, pydantic.BaseModel)]
+        current = classes[0] if classes else current
+    return sorted(current.model_fields)
+
+
+def _inner(annotation: Any) -> list[Any]:
+    found = []
+    for argument in getattr(annotation, "__args__", ()):
+        found += [argument, *_inner(argument)]
+    return found
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise NotFound(f"{path}: no such job file")
+    try:
+        document = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path}: not readable as YAML ({str(error).splitlines()[0]})") from None
+    if not isinstance(document, dict):
+        raise InvalidConfig(f"{path}: must hold a mapping, got {type(document).__name__}")
+    return document
+
+
+def _resolve_paths(job: dict[str, Any], base: Path) -> None:
+    """Makes a reward file's path relative to its job file, so that a run does not depend on the working directory."""
+    env = job.get("env")
+    if isinstance(env, str) and (match := re.fullmatch(r"(.+\.py):(\w+)", env)):
+        job["env"] = f"{(base / match[1]).resolve()}:{match[2]}"
+    data = job.get("data")
+    if isinstance(data, dict):
+        for key in ("source", "eval_source"):
+            if isinstance(data.get(key), str) and (match := re.fullmatch(r"(jsonl|json|parquet):(.+)", data[key])):
+                data[key] = f"{match[1]}:{(base / match[2]).resolve()}"
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise InvalidConfig(f"--set {override!r}: must read KEY=VALUE, as in runtime.engine.num_decode_slots=64")
+    value = yaml.safe_load(text)
+    targets = [document]
+    parts = key.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if part == "jobs" and i == 0:
+            targets = [job for job in document["jobs"] if isinstance(job, dict)]
+            continue
+        if parts[0] == "jobs" and i == 1 and part != "*":
+            if not any(job.get("name") == part for job in targets):
+                raise InvalidConfig(f"--set {override!r}: no job is named {part!r}; `jobs.*.` sets all")
+            targets = [job for job in targets if job.get("name") == part]
+            continue
+        if parts[0] == "jobs" and i == 1:
+            continue
+        targets = [target.setdefault(part, {}) for target in targets]
+    for target in targets:
+        target[parts[-1]] = value

@@ -1,0 +1,73 @@
+"""The exception tree.
+
+MarlaasError
++-- UserError              the caller can mend it; the CLI prints one sentence and exits with code 2
+|   +-- InvalidConfig      a field of a job or runtime file: names the field, the value, what is allowed
+|   +-- NotFound           a file, model, job, snapshot or module that does not exist
+|   +-- InvalidRequest     a request that cannot be served: too long a prompt, an unknown adapter
+|   +-- CorruptFile        a model, adapter or checkpoint file that cannot be read; names the path
+|   +-- StorageError       a disk that is full or not writable; names the path
++-- JobFailure             ends one job and no other; carries the reason that its owner reads
+|   +-- WrongWeights       the sampler does not hold the weights that the learner published
+|   +-- NonFinite          too many non-finite gradients in a row
+|   +-- EnvironmentFailed  an environment that failed more often than the job allows
++-- InternalError          our own fault or the machine's
+    +-- WorkerLost         a process died or stopped answering
+    +-- ProtocolMismatch   two processes speak different versions
+"""
+
+
+class MarlaasError(Exception):
+    """Root of everything that this package raises on purpose."""
+
+
+class UserError(MarlaasError):
+    """The caller can mend it."""
+
+
+class InvalidConfig(UserError):
+    """A field of a job or runtime file has a value that is not allowed."""
+
+
+class NotFound(UserError):
+    """Something named by the caller does not exist."""
+
+
+class InvalidRequest(UserError):
+    """A request that cannot be served as asked."""
+
+
+class CorruptFile(UserError):
+    """A file that exists but cannot be read as what it claims to be."""
+
+
+class StorageError(UserError):
+    """A write that failed: the disk is full or the path is not writable."""
+
+
+class JobFailure(MarlaasError):
+    """Ends one job; its text is the reason that the job's owner reads."""
+
+
+class WrongWeights(JobFailure):
+    """The sampler does not hold the weights that the learner published."""
+
+
+class NonFinite(JobFailure):
+    """Too many non-finite gradients in a row."""
+
+
+class EnvironmentFailed(JobFailure):
+    """The job's environment failed more often than the job allows."""
+
+
+class InternalError(MarlaasError):
+    """Our own fault or the machine's."""
+
+
+class WorkerLost(InternalError):
+    """A process died or stopped answering."""
+
+
+class ProtocolMismatch(InternalError):
+    """Two processes speak different versions of the wire protocol."""

@@ -1,0 +1,355 @@
+"""The only definition of what travels between processes: frozen, tagged msgspec structs, encoded as MessagePack.
+
+Numeric rows travel as `bytes` of little-endian arrays whose dtype is named beside the field, so the controller forwards them
+untouched. Every message that concerns a job names (job, incarnation); a receiver drops what comes from an older incarnation.
+Delivery is at least once: receivers are idempotent by `request_id`, (`episode_id`, `turn`) or (job, incarnation, step).
+"""
+
+from typing import Any
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# ---- connection (any process <-> controller)
+
+
+class Hello(Message):
+    """First message of a worker. `role`: "sampler", "learner", "environment" or "data"; `worker_id` changes on every start."""
+
+    role: str
+    worker_id: str
+    pid: int
+    protocol_version: int = PROTOCOL_VERSION
+    info: dict[str, Any] = {}
+
+
+class Heartbeat(Message):
+    """Sent both ways every second, from a thread or loop that compute does not block."""
+
+    worker_id: str
+
+
+class Shutdown(Message):
+    """The controller asks a worker to end; it finishes its dispatch and exits."""
+
+
+class WorkerFailed(Message):
+    """A worker that cannot go on says why, then exits. `kind` is the exception's class name."""
+
+    worker_id: str
+    kind: str
+    text: str
+
+
+# ---- controller -> device
+
+
+class AddJob(Message):
+    """Opens a job on sampler and learner. `config` is the JobConfig as JSON; `job_dir` holds its checkpoints.
+
+    resume: start from the newest committed step in `job_dir` if there is one. The answer is JobReady or JobFailed.
+    """
+
+    job: str
+    incarnation: int
+    config: bytes
+    job_dir: str
+    resume: bool = False
+
+
+class RemoveJob(Message):
+    """Closes a job: running requests are cancelled, its slots wiped and freed. No answer."""
+
+    job: str
+    incarnation: int
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How tokens are drawn; see config.SamplingConfig."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Generate(Message):
+    """Asks for one completion per seed of one prompt, all under one snapshot.
+
+    version: -1 is the newest snapshot of the job, resolved by the sampler at admission; -2 is the base model (null adapter).
+    weight: the job's share in the sampler's queue. `eval` requests share the queue of their job.
+    """
+
+    request_id: str
+    job: str
+    incarnation: int
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]  # one per sample, each in [0, 2**63)
+    sampling: Sampling
+    version: int = -1
+    weight: float = 1.0
+
+
+class CancelGenerate(Message):
+    """Ends the request's samples; each still answers, with finish_reason "cancelled"."""
+
+    request_id: str
+
+
+class TrainRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One episode of a group, as the tokens that follow the group's prompt (all turns; the environment's text included)."""
+
+    token_ids: tuple[int, ...]
+    loss_mask: bytes  # uint8 per token: 1 where the policy sampled it
+    logprobs: bytes  # float32 per token: of the untempered model distribution when it was sampled; 0 where mask is 0
+    versions: bytes  # int32 per token: snapshot version that sampled it; -1 where mask is 0
+    advantage: float
+    truncated: bool = False
+
+
+class TrainGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The episodes of one prompt that are trained together."""
+
+    ticket: int
+    attempt: int
+    prompt_ids: tuple[int, ...]
+    rows: tuple[TrainRow, ...]
+
+
+class TrainBatch(Message):
+    """The groups of one batch of one job. `step` counts the job's batches from 0; `ledger` is committed with the weights."""
+
+    job: str
+    incarnation: int
+    step: int
+    groups: tuple[TrainGroup, ...]
+    ledger: bytes
+    reward_mean: float  # decides which checkpoint is the best
+
+
+class FinishJob(Message):
+    """Asks for the job's last checkpoint and its adapter as a PEFT folder at `export_dir`. Answered by JobFinished."""
+
+    job: str
+    incarnation: int
+    export_dir: str
+
+
+# ---- device -> controller
+
+
+class JobReady(Message):
+    """The job's version 0 (or resumed) snapshot went the real way to the sampler; generation may start."""
+
+    job: str
+    incarnation: int
+    step: int  # batches trained so far
+    version: int  # optimizer steps so far
+    ledger: bytes  # as committed with `step`; empty at step 0
+    fingerprint: str
+    receipt: dict[str, Any]  # modules that got an adapter, parameters that train, rank, alpha
+
+
+class JobFailed(Message):
+    """The job cannot go on; the others notice nothing. `kind` is the exception's class name, `reason` one sentence."""
+
+    job: str
+    incarnation: int
+    kind: str
+    reason: str
+
+
+class JobFinished(Message):
+    """Answers FinishJob."""
+
+    job: str
+    incarnation: int
+    step: int
+    export_dir: str
+
+
+class Generated(Message):
+    """One finished completion. `token_ids` include the end id or the token that completed a stop string.
+
+    finish_reason: "stop" (an end id, a stop id or a stop string), "length" (max_tokens), "context" (the context is full),
+    "cancelled" or "error" (then `error` says why and there are no tokens).
+    """
+
+    request_id: str
+    sample: int  # index into Generate.seeds
+    job: str
+    incarnation: int
+    token_ids: tuple[int, ...]
+    logprobs: bytes  # float32: untempered model distribution
+    sampled_logprobs: bytes  # float32: the distribution drawn from (tempered, truncated)
+    finish_reason: str
+    version: int
+    latest_version: int
+    fingerprint: str
+    text: str = ""  # decoded, trimmed at the stop string
+    error: str = ""
+
+
+class StepDone(Message):
+    """A batch is trained and its snapshot published. Metrics are finite floats named `subsystem/quantity_unit`."""
+
+    job: str
+    incarnation: int
+    step: int  # batches trained, this one included
+    version: int  # optimizer steps, this batch's included
+    fingerprint: str
+    metrics: dict[str, float]
+
+
+class Checkpointed(Message):
+    """The state after `step` batches is committed on disk."""
+
+    job: str
+    incarnation: int
+    step: int
+
+
+class DeviceStatus(Message):
+    """Once a second: what the device did since the last one. Seconds are busy seconds per stage and job."""
+
+    worker_id: str
+    busy_s: dict[str, float]  # "prefill", "decode", "train", "update", "publish", "idle"
+    busy_by_job_s: dict[str, float]
+    counters: dict[str, float]  # tokens, slots, queue lengths
+    queued: dict[str, int]  # requests waiting, by job
+    compiles_since_warmup: int
+
+
+# ---- controller <-> environment and data workers
+
+
+class LoadEnv(Message):
+    """Tells a worker which environment or data set a job uses. The answer is EnvLoaded."""
+
+    job: str
+    incarnation: int
+    env: str
+    env_args: dict[str, Any]
+    data: bytes = b""  # DataConfig as JSON; empty: the environment's own items
+    seed: int = 0
+
+
+class EnvLoaded(Message):
+    """`error` is empty on success. A data worker says how many items each split has (0: unlimited)."""
+
+    job: str
+    incarnation: int
+    error: str = ""
+    num_train: int = 0
+    num_eval: int = 0
+    prompt_once: bool = True  # all episodes of an item start with the same prompt
+
+
+class GetItem(Message):
+    """Asks the data worker for item `index` of a split ("train": index is the ticket; "eval": 0..num_items-1)."""
+
+    request_id: str
+    job: str
+    incarnation: int
+    split: str
+    index: int
+
+
+class Item(Message):
+    """Answers GetItem: the item as JSON, or why there is none."""
+
+    request_id: str
+    item: bytes
+    error: str = ""
+
+
+class EnvReset(Message):
+    """Starts an episode. `attempt` counts restarts of `episode_id`; answers of an older attempt are ignored."""
+
+    episode_id: str
+    attempt: int
+    job: str
+    incarnation: int
+    item: bytes
+    seed: int
+    timeout_s: float
+
+
+class EnvStep(Message):
+    """Gives the policy's turn to the environment. Never sent twice."""
+
+    episode_id: str
+    attempt: int
+    turn: int  # 0 for the first completion
+    text: str
+    finish_reason: str
+    num_tokens: int
+    timeout_s: float
+
+
+class EnvClose(Message):
+    """The episode ended on the controller's side; the worker forgets it. No answer."""
+
+    episode_id: str
+    attempt: int
+
+
+class EnvObservation(Message):
+    """What the policy sees next. Exactly one of `text` (appended as it is) or `messages` (rendered by the chat template)."""
+
+    episode_id: str
+    attempt: int
+    turn: int  # of the completion that it asks for
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    stop: tuple[str, ...] = ()  # besides the job's own stop strings
+
+
+class EnvDone(Message):
+    """The episode's end. A missing reward is None; a non-finite one arrives as None with `note`."""
+
+    episode_id: str
+    attempt: int
+    reward: float | None
+    metrics: dict[str, float] = {}
+    note: str = ""
+
+
+class EnvError(Message):
+    """The environment failed. kind: "raised", "timeout", "bad_answer" or "lost"; `text` is the traceback or the reason."""
+
+    episode_id: str
+    attempt: int
+    kind: str
+    text: str
+
+
+ANY = (
+    Hello | Heartbeat | Shutdown | WorkerFailed
+    | AddJob | RemoveJob | Generate | CancelGenerate | TrainBatch | FinishJob
+    | JobReady | JobFailed | JobFinished | Generated | StepDone | Checkpointed | DeviceStatus
+    | LoadEnv | EnvLoaded | GetItem | Item | EnvReset | EnvStep | EnvClose | EnvObservation | EnvDone | EnvError
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ANY)
+
+
+def encode(message: Message) -> bytes:
+    """Returns the message as MessagePack bytes."""
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes | memoryview) -> Message:
+    """Returns the message in `frame`. Raises msgspec.DecodeError or msgspec.ValidationError on anything else."""
+    return _decoder.decode(frame)

@@ -218,6 +218,14 @@ class Checkpointed(Message):
     step: int
 
 
+class JobWarning(Message):
+    """Something that the job's owner should read and that does not end the job: a checkpoint that was not written, say."""
+
+    job: str
+    incarnation: int
+    text: str
+
+
 class DeviceStatus(Message):
     """Once a second: what the device did since the last one. Seconds are busy seconds per stage and job."""
 
@@ -337,7 +345,7 @@ class EnvError(Message):
 ANY = (
     Hello | Heartbeat | Shutdown | WorkerFailed
     | AddJob | RemoveJob | Generate | CancelGenerate | TrainBatch | FinishJob
-    | JobReady | JobFailed | JobFinished | Generated | StepDone | Checkpointed | DeviceStatus
+    | JobReady | JobFailed | JobFinished | Generated | StepDone | Checkpointed | JobWarning | DeviceStatus
     | LoadEnv | EnvLoaded | GetItem | Item | EnvReset | EnvStep | EnvClose | EnvObservation | EnvDone | EnvError
 )  # fmt: skip
 

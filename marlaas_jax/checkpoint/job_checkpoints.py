@@ -1,0 +1,134 @@
+"""The checkpoints of one job: weights, moments, counters and ledger of one moment as one atomic orbax step.
+
+A step exists once orbax has renamed it into place; a half-written one is never listed and is removed at the next start. Saving
+runs in the background; its outcome is asked for by `poll` and is never lost. A failed save is forgotten, so the next one happens.
+"""
+
+import base64
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from marlaas_jax.errors import CorruptFile, StorageError
+
+SCHEMA_VERSION = 1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobState:
+    """What is committed together after `step` batches."""
+
+    step: int
+    arrays: dict[str, np.ndarray]  # flat: adapter, moments
+    counters: dict[str, int]  # optimizer steps and the like
+    ledger: bytes
+    identity: dict[str, Any]  # of the base model; resume refuses another
+
+
+class JobCheckpoints:
+    """Reads and writes `directory`; keeps the newest `keep` steps and the one with the highest reward."""
+
+    def __init__(self, directory: Path, keep: int = 2):
+        self.directory = directory
+        self._pending: int | None = None
+        policy = checkpoint_managers.AnyPreservationPolicy(
+            [checkpoint_managers.LatestN(keep), checkpoint_managers.BestN(get_metric_fn=lambda metrics: metrics["reward"], n=1)]
+        )
+        options = ocp.CheckpointManagerOptions(preservation_policy=policy, create=True)
+        try:
+            self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
+        except OSError as error:
+            raise StorageError(f"{directory}: cannot hold checkpoints ({error.strerror or error})") from error
+
+    @property
+    def busy(self) -> bool:
+        """True while a save is running or its outcome was not asked for."""
+        return self._pending is not None
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, state: JobState, reward: float) -> None:
+        """Starts writing `state`; returns once the arrays are copied. Raises StorageError if this or the previous save failed."""
+        self.wait()
+        meta = {
+            "schema_version": SCHEMA_VERSION,
+            "step": state.step,
+            "counters": state.counters,
+            "ledger": base64.b64encode(state.ledger).decode(),
+            "identity": state.identity,
+        }
+        arguments = ocp.args.Composite(arrays=ocp.args.PyTreeSave(state.arrays), meta=ocp.args.JsonSave(meta))
+        self._pending = state.step
+        self._guarded(lambda: self._manager.save(state.step, args=arguments, metrics={"reward": reward}, force=True))
+
+    def poll(self) -> int | None:
+        """Returns the step whose save has just been committed, or None. Raises StorageError if it failed."""
+        if self._pending is None or self._manager.is_saving_in_progress():
+            return None
+        return self.wait()
+
+    def wait(self) -> int | None:
+        """Waits for the running save; returns its step, or None when there was none. Raises StorageError if it failed."""
+        if self._pending is None:
+            return None
+        step = self._pending
+        self._guarded(self._manager.wait_until_finished)
+        self._guarded(self._manager.check_for_errors)
+        self._pending = None
+        if step not in self._manager.all_steps():
+            raise StorageError(f"{self.directory / str(step)}: the checkpoint was not committed")
+        return step
+
+    def restore(self, step: int | None = None) -> JobState | None:
+        """Returns the state after `step` batches; None asks for the newest that can be read. None when there is no checkpoint."""
+        candidates = self.steps()[::-1] if step is None else [step]
+        for i, candidate in enumerate(candidates):
+            try:
+                return self._read(candidate)
+            except CorruptFile as error:
+                if step is not None or i + 1 == len(candidates):
+                    raise
+                _log.warning("checkpoint unreadable, using the one before step=%d error=%s", candidate, error)
+        return None
+
+    def close(self) -> None:
+        """Waits for the running save and frees the manager. Raises StorageError if the save failed."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def _read(self, step: int) -> JobState:
+        path = self.directory / str(step)
+        arguments = ocp.args.Composite(arrays=ocp.args.PyTreeRestore(), meta=ocp.args.JsonRestore())
+        try:
+            found = self._manager.restore(step, args=arguments)
+            meta = found["meta"]
+            arrays = {name: np.asarray(array) for name, array in found["arrays"].items()}
+            if meta["schema_version"] != SCHEMA_VERSION:
+                raise CorruptFile(f"{path}: checkpoint schema {meta['schema_version']}, this version reads {SCHEMA_VERSION}")
+            return JobState(meta["step"], arrays, meta["counters"], base64.b64decode(meta["ledger"]), meta["identity"])
+        except CorruptFile:
+            raise
+        except Exception as error:  # orbax and tensorstore raise many types for a damaged step
+            raise CorruptFile(f"{path}: the checkpoint cannot be read ({type(error).__name__}: {_first_line(error)})") from error
+
+    def _guarded(self, action: Any) -> None:
+        try:
+            action()
+        except Exception as error:  # a full or read-only disk surfaces as OSError, ValueError or a runtime error of tensorstore
+            step, self._pending = self._pending, None
+            raise StorageError(f"{self.directory / str(step)}: the checkpoint was not written ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -60,13 +60,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def match(checkpoint: Checkpoint, config: ModelConfig) -> dict[hf_names.HfTensor, str]:
-    """Returns which stored tensor fills each of the model's. Raises CorruptFile naming what is missing, unexpected or misshapen.
+    """Returns which stored tensor fills each of the model's. Raises CorruptFile naming what is missing, unknown or misshapen.
 
     A tied model may store the embedding, the head or, with equal values, both.
     """
     wanted = {tensor.name: tensor for tensor in hf_names.tensors(config)}
     source = {name: name for name in wanted}
-    stored = {name for name in checkpoint.file_of if not name.endswith("rotary_emb.inv_freq")}  # old exports; computed, not read
+    # old exports hold the rotary frequencies, which are computed here
+    stored = {name for name in checkpoint.file_of if not name.endswith("rotary_emb.inv_freq")}
     if config.tied_embeddings and hf_names.HEAD in stored:
         if hf_names.EMBEDDING not in stored:
             source[hf_names.EMBEDDING] = hf_names.HEAD
@@ -82,7 +83,8 @@ def match(checkpoint: Checkpoint, config: ModelConfig) -> dict[hf_names.HfTensor
     for name, tensor in wanted.items():
         entry = checkpoint.files[checkpoint.file_of[source[name]]].entries[source[name]]
         if entry.shape != tensor.shape:
-            raise CorruptFile(f"{checkpoint.folder}: {name} has shape {list(entry.shape)}, config.json says {list(tensor.shape)}")
+            wanted_shape = list(tensor.shape)
+            raise CorruptFile(f"{checkpoint.folder}: {name} has shape {list(entry.shape)}, config.json says {wanted_shape}")
         if entry.dtype not in FLOATS:
             raise CorruptFile(f"{checkpoint.folder}: {name} has type {entry.dtype}; supported: {', '.join(FLOATS)}")
     return {tensor: source[name] for name, tensor in wanted.items()}

@@ -50,9 +50,7 @@ def parse(document: dict[str, Any], origin: str = "config.json") -> ModelConfig:
     num_kv_heads = _positive(document, "num_key_value_heads", origin, default=kv_heads_absent)
     head_dim = _positive(document, "head_dim", origin, default=128 if architecture == "qwen3" else model_dim // num_query_heads)
     if num_query_heads % num_kv_heads:
-        raise InvalidConfig(
-            f"{origin}: num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_query_heads}"
-        )
+        raise InvalidConfig(f"{origin}: num_key_value_heads={num_kv_heads} must divide num_attention_heads={num_query_heads}")
     if head_dim % 2:
         raise InvalidConfig(f"{origin}: head_dim={head_dim} must be even")
     theta, scaling = _rope(document, origin)
@@ -110,8 +108,9 @@ def _rope(document: dict[str, Any], origin: str) -> tuple[float, RopeScaling | N
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise InvalidConfig(f"{origin}: {field}.rope_type={kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    if rope.get("partial_rotary_factor") not in (1, None):
-        raise InvalidConfig(f"{origin}: {field}.partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; allowed: 1")
+    partial = rope.get("partial_rotary_factor")
+    if partial not in (1, None):
+        raise InvalidConfig(f"{origin}: {field}.partial_rotary_factor={partial!r} is not supported; allowed: 1")
     if kind == "default":
         return theta, None
     factor = _number(rope.get("factor"), f"{field}.factor", origin)
@@ -154,7 +153,9 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def to_json(config: ModelConfig, end_ids: tuple[int, ...] = (), bos_id: int | None = None, dtype: str = "float32") -> dict[str, Any]:
+def to_json(
+    config: ModelConfig, end_ids: tuple[int, ...] = (), bos_id: int | None = None, dtype: str = "float32"
+) -> dict[str, Any]:
     """Returns a config.json that transformers 4 and 5 and `parse` read as `config`."""
     name = next(name for name, (kind, *_) in ARCHITECTURES.items() if kind == config.architecture)
     document: dict[str, Any] = {

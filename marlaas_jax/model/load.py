@@ -68,7 +68,12 @@ def hf_tensor(params: Params, tensor: hf_names.HfTensor) -> np.ndarray:
 
 
 def save(
-    folder: Path, config: ModelConfig, params: Params, dtype: str = "float32", end_ids: tuple[int, ...] = (), bos_id: int | None = None
+    folder: Path,
+    config: ModelConfig,
+    params: Params,
+    dtype: str = "float32",
+    end_ids: tuple[int, ...] = (),
+    bos_id: int | None = None,
 ) -> None:
     """Writes config.json and model.safetensors as transformers would; the tokenizer's files are the caller's."""
     tensors = {tensor.name: tensor for tensor in hf_names.tensors(config)}

@@ -1,7 +1,8 @@
 """Reading and writing safetensors files one tensor at a time, with plain reads instead of memory maps.
 
 The format (https://github.com/huggingface/safetensors): 8 bytes with the header's length, little endian; the header, a JSON
-object of name -> {dtype, shape, data_offsets} and "__metadata__" -> strings; then the tensors' bytes, little endian. Imports no JAX.
+object of name -> {dtype, shape, data_offsets} and "__metadata__" -> strings; then the tensors' bytes, little endian. Imports no
+JAX.
 """
 
 import dataclasses
@@ -102,7 +103,7 @@ def write_file(
     tensor: Callable[[str], np.ndarray],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes `tensor(name)`, rounded to `dtype` ("F32", "F16" or "BF16"), for each of `shapes`; one tensor is held at a time."""
+    """Writes `tensor(name)`, rounded to `dtype` (a key of FLOATS), for each of `shapes`; one tensor is held at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, shape in shapes.items():

@@ -1,0 +1,259 @@
+"""Starts worker processes, keeps their output within bounds, restarts them with growing pauses, ends them.
+
+    supervisor = Supervisor()                                   # inside the running event loop
+    worker = supervisor.start(WorkerSpec("env-0", "marlaas_jax.workers.env_worker", ("--address", server.address)))
+    event = await supervisor.next_event()                       # Exited, Restarted or GaveUp
+    await supervisor.stop(worker)
+
+A worker is a fresh interpreter (never a fork: H32) in a session of its own, and gets `--worker-id ID`, new on every start, so
+that an exit and a lost peer can be matched. It dies with this process (lifeline.py). Only processes started here are signalled.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from marlaas_jax.workers import lifeline
+from marlaas_jax.workers.output import OutputLog
+
+log = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_CRASHED = 1  # an exception that nobody caught
+EXIT_BAD_CONFIG = 2  # would fail the same way again: never restarted
+EXIT_CONTROLLER_GONE = 3  # the worker lost the controller, or was given up by it
+EXIT_ORPHANED = lifeline.EXIT_ORPHANED
+EXIT_BLOCKED = 5  # an environment blocked its worker's event loop
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSpec:
+    """What to run and how often to try."""
+
+    name: str  # of the place, the same over all restarts
+    module: str  # run with `python -m`
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # besides our own environment
+    log_path: Path | None = None  # stdout and stderr of all starts; None: only the tail is kept, in memory
+    max_log_bytes: int = 4 << 20
+    max_restarts: int = 5  # in a row; a worker that lived `healthy_after_s` starts counting anew
+    healthy_after_s: float = 60.0
+    backoff_s: float = 0.5  # before the first restart; doubles each time
+    max_backoff_s: float = 30.0
+    grace_s: float = 5.0  # between SIGTERM and SIGKILL
+
+
+@dataclasses.dataclass(frozen=True)
+class Exited:
+    """A worker's process ended. `expected`: we asked it to."""
+
+    name: str
+    worker_id: str
+    code: int
+    reason: str
+    log_tail: str
+    expected: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Restarted:
+    """A new process stands in for one that ended; its Hello is still to come."""
+
+    name: str
+    worker_id: str
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True)
+class GaveUp:
+    """The worker will not be started again."""
+
+    name: str
+    reason: str
+
+
+Event = Exited | Restarted | GaveUp
+
+
+class Worker:
+    """Handle of one place: its current process, if any. Read it; change it through the supervisor."""
+
+    def __init__(self, spec: WorkerSpec):
+        self.spec = spec
+        self.worker_id = ""
+        self.pid = 0
+        self.failures = 0  # in a row
+        self.output = OutputLog(spec.log_path, spec.max_log_bytes)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline_fd = -1
+        self._started_at = 0.0
+        self._stopping = False
+        self._ended = asyncio.Event()  # the current process is reaped, or there is none
+        self._ended.set()
+        self._restart: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process of this worker lives, as far as we were told."""
+        return self._process is not None
+
+
+class Supervisor:
+    """Owns worker processes. For the event loop's thread only, which must outlive the workers."""
+
+    def __init__(self):
+        self.workers: dict[str, Worker] = {}  # by name
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    async def __aenter__(self) -> "Supervisor":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stop_all()
+
+    def start(self, spec: WorkerSpec) -> Worker:
+        """Starts a worker and returns its handle. Raises OSError where no process can be made."""
+        if spec.name in self.workers:
+            raise ValueError(f"name={spec.name!r}: a worker of that name exists")
+        worker = Worker(spec)
+        self._spawn(worker)
+        self.workers[spec.name] = worker
+        return worker
+
+    async def next_event(self) -> Event:
+        """Returns the next thing that happened to a worker."""
+        return await self._events.get()
+
+    def kill(self, worker: Worker) -> None:
+        """Ends the current process at once, as for one that hangs; it is restarted by the usual rule."""
+        if worker._process is not None:
+            _signal_group(worker._process, signal.SIGKILL)
+
+    async def stop(self, worker: Worker) -> None:
+        """Ends the worker for good: SIGTERM, then SIGKILL after the grace. Returns when its process is gone."""
+        worker._stopping = True
+        if worker._restart is not None:
+            worker._restart.cancel()
+        if worker._process is not None:
+            _signal_group(worker._process, signal.SIGTERM)
+            try:
+                await asyncio.wait_for(worker._ended.wait(), worker.spec.grace_s)
+            except TimeoutError:
+                if worker._process is not None:
+                    _signal_group(worker._process, signal.SIGKILL)
+                await worker._ended.wait()
+        self.workers.pop(worker.spec.name, None)
+        worker.output.close()
+
+    async def stop_all(self) -> None:
+        """Stops every worker, all at the same time."""
+        await asyncio.gather(*(self.stop(worker) for worker in list(self.workers.values())))
+
+    def _spawn(self, worker: Worker) -> None:
+        spec = worker.spec
+        worker.worker_id = f"{spec.name}-{secrets.token_hex(4)}"
+        read_fd, write_fd = os.pipe()
+        env = os.environ | {
+            "PYTHONUNBUFFERED": "1",  # what it printed last must not die with it
+            "PYTHONFAULTHANDLER": "1",  # a segmentation fault leaves a traceback
+            **spec.env,
+            lifeline.FD_VARIABLE: str(read_fd),
+            lifeline.PARENT_VARIABLE: str(os.getpid()),
+        }
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", spec.module, *spec.args, "--worker-id", worker.worker_id],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env=env, pass_fds=(read_fd,), start_new_session=True,
+            )  # fmt: skip
+        except BaseException:
+            os.close(write_fd)
+            raise
+        finally:
+            os.close(read_fd)
+        worker._process, worker._lifeline_fd = process, write_fd
+        worker.pid = process.pid
+        worker._started_at = time.monotonic()
+        worker._ended.clear()
+        log.info("worker started name=%s worker_id=%s pid=%d", spec.name, worker.worker_id, process.pid)
+        reader = threading.Thread(
+            target=worker.output.read_from, args=(process.stdout,), name=f"{spec.name}-output", daemon=True
+        )
+        reader.start()
+        threading.Thread(target=self._wait, args=(worker, process, reader), name=f"{spec.name}-wait", daemon=True).start()
+
+    def _wait(self, worker: Worker, process: subprocess.Popen[bytes], reader: threading.Thread) -> None:
+        code = process.wait()
+        _signal_group(process, signal.SIGKILL)  # what it started itself and left behind
+        reader.join(1.0)  # its last words
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._on_exit, worker, code)
+
+    def _on_exit(self, worker: Worker, code: int) -> None:
+        spec = worker.spec
+        lived_s = time.monotonic() - worker._started_at
+        worker._process = None
+        os.close(worker._lifeline_fd)
+        reason = describe_exit(code)
+        expected = worker._stopping
+        event = Exited(spec.name, worker.worker_id, code, reason, worker.output.tail(), expected)
+        log.log(logging.INFO if expected else logging.WARNING, "worker ended name=%s worker_id=%s pid=%d reason=%s",
+                spec.name, worker.worker_id, worker.pid, reason)  # fmt: skip
+        self._events.put_nowait(event)
+        worker._ended.set()
+        if expected:
+            return
+        worker.failures = 1 if lived_s >= spec.healthy_after_s else worker.failures + 1
+        if code == EXIT_BAD_CONFIG:
+            self._events.put_nowait(GaveUp(spec.name, f"{reason}; it would fail again"))
+        elif worker.failures > spec.max_restarts:
+            self._events.put_nowait(GaveUp(spec.name, f"it ended {worker.failures} times in a row, the last time: {reason}"))
+        else:
+            pause_s = min(spec.backoff_s * 2 ** (worker.failures - 1), spec.max_backoff_s)
+            worker._restart = self._loop.call_later(pause_s, self._restart, worker)
+
+    def _restart(self, worker: Worker) -> None:
+        worker._restart = None
+        if worker._stopping:
+            return
+        try:
+            self._spawn(worker)
+        except OSError as error:  # no memory or no process to be had
+            self._events.put_nowait(GaveUp(worker.spec.name, f"it cannot be started: {error}"))
+            return
+        self._events.put_nowait(Restarted(worker.spec.name, worker.worker_id, worker.pid))
+
+
+def describe_exit(code: int) -> str:
+    """Returns what an exit code means, in words."""
+    if code < 0:
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+    known = {
+        EXIT_OK: "it ended by itself",
+        EXIT_CRASHED: "it crashed",
+        EXIT_BAD_CONFIG: "it was started wrongly",
+        EXIT_CONTROLLER_GONE: "it lost the controller",
+        EXIT_ORPHANED: "its parent died",
+        EXIT_BLOCKED: "an environment blocked it",
+    }
+    return f"{known.get(code, 'it ended by itself')} (exit code {code})"
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Signals the worker and what it started: its process group, whose id is its pid and which only we made."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

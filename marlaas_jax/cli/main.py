@@ -1,0 +1,156 @@
+"""The command line. Each command imports what it needs when it runs, so `marlaas --help` is quick and loads no JAX.
+
+Exit codes: 0 all well; 1 a job failed; 2 the caller can mend it (one sentence on standard error); 130 interrupted.
+"""
+
+import contextlib
+import json as jsonlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from marlaas_jax.errors import UserError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.splitlines()[0])
+bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: ratios from interleaved runs in one process.")
+app.add_typer(bench_app, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON, one object per line.")]
+Set = Annotated[list[str], typer.Option("--set", help="Override a key: runtime.engine.num_decode_slots=64, jobs.NAME.steps=5.")]
+
+
+@contextlib.contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turns what the caller can mend into one sentence and exit code 2."""
+    try:
+        yield
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as error:
+        if error.filename is None:
+            raise
+        typer.echo(f"error: {error.filename}: {error.strerror}", err=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def run(
+    files: Annotated[list[Path], typer.Argument(help="Job files (YAML); several are run together.")] = None,
+    directory: Annotated[Path, typer.Option("--dir", help="Run folder; default runs/<first file's name>-<time>.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the last committed step of each job in --dir.")] = False,
+    overrides: Set = (),
+    check: Annotated[bool, typer.Option("--check", help="Validate and print the resolved configuration; run nothing.")] = False,
+    json: Json = False,
+) -> None:
+    """Trains the jobs of one or more files at once on one base model; no server needed."""
+    from marlaas_jax.cli import run as command
+
+    with one_sentence():
+        code = command.run(files or [], directory, resume, list(overrides), check, json)
+    raise typer.Exit(code)
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="RUN_DIR/JOB or RUN_DIR/JOB@STEP.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
+    merged: Annotated[bool, typer.Option(help="Write the merged model as Hugging Face safetensors instead of a PEFT adapter.")] = False,
+    json: Json = False,
+) -> None:
+    """Writes a job's adapter as a PEFT folder, or merged into its base as a Hugging Face model."""
+    from marlaas_jax.cli import export as command
+
+    with one_sentence():
+        report = command.export(source, out, merged)
+    typer.echo(jsonlib.dumps(report) if json else f"wrote {report['path']} (step {report['step']})")
+
+
+@app.command()
+def sample(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; with --chat a user message.")],
+    model: Annotated[str, typer.Option(help="smollm2-135m, tiny, a folder, a .gguf file or a Hub id.")] = "smollm2-135m",
+    adapter: Annotated[str, typer.Option(help="A PEFT folder, or RUN_DIR/JOB[@STEP].")] = None,
+    n: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    min_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.0,
+    stop: Annotated[list[str], typer.Option(help="Stop string; may be repeated.")] = (),
+    seed: Annotated[int, typer.Option(help="Fresh randomness when not given.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Render the prompt with the chat template.")] = False,
+    json: Json = False,
+) -> None:
+    """Samples from the base model or an adapter, with log-probs under --json."""
+    from marlaas_jax.cli import sample as command
+
+    with one_sentence():
+        request = command.Request(n, max_tokens, temperature, top_k, top_p, min_p, tuple(stop), seed, chat)
+        for answer in command.sample(prompt, model, adapter, request):
+            typer.echo(jsonlib.dumps(answer) if json else answer["text"])
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Option(help="smollm2-135m, a folder, a .gguf file or a Hub id.")] = "smollm2-135m",
+    adapter: Annotated[str, typer.Option(help="A PEFT folder, or RUN_DIR/JOB[@STEP].")] = None,
+    system: Annotated[str, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
+) -> None:
+    """Talks with the base model or an adapter; an empty line or end of input ends."""
+    from marlaas_jax.cli import sample as command
+
+    with one_sentence():
+        command.chat(model, adapter, system, max_tokens, temperature, sys.stdin)
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path, typer.Argument(help="A job file, to list its compiled programs.")] = None, json: Json = False
+) -> None:
+    """Prints versions, devices, caches and what is missing; exits non-zero if something needed is."""
+    from marlaas_jax.cli import doctor as command
+
+    with one_sentence():
+        code = command.run(json, config)
+    raise typer.Exit(code)
+
+
+@bench_app.command("engine")
+def bench_engine(
+    quick: Annotated[bool, typer.Option(help="Fewer repeats.")] = False,
+    reference_python: Annotated[str, typer.Option(help="Interpreter with torch, transformers and peft.")] = None,
+    json: Json = False,
+) -> None:
+    """Decoding and prefill: adapters against base, slots, transformers and peft."""
+    from marlaas_jax.bench import engine
+
+    with one_sentence():
+        engine.run(json=json, quick=quick, reference_python=reference_python)
+
+
+@bench_app.command("learner")
+def bench_learner(quick: Annotated[bool, typer.Option(help="Fewer repeats.")] = False, json: Json = False) -> None:
+    """The multi-adapter update: against separate steps, plain forms, files and cold compiles."""
+    from marlaas_jax.bench import learner
+
+    with one_sentence():
+        learner.run(json=json, quick=quick)
+
+
+def main() -> None:
+    """Entry point of the `marlaas` command."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -75,27 +75,50 @@ def shared_prefix(num_prompt: int, prompt_length_M: jax.Array, num_rows: int, sl
     return attend
 
 
-def cached(position_S: jax.Array, num_context: int, sliding_window: int | None = None) -> Attend:
-    """Attention of one new token per decode slot, q [S, 1, N, H], against the first `num_context` positions of its cache.
+def cached(
+    position_R: jax.Array,
+    num_context: int,
+    sliding_window: int | None = None,
+    slot_R: jax.Array | None = None,
+    is_written_R: jax.Array | None = None,
+) -> Attend:
+    """Attention of one new token per row, q [R, 1, N, H], against the first `num_context` positions of its slot's cache.
 
-    kv is (k_cache, v_cache), each [S, K, C, H]; the new key and value are written at `position_S` first. A position at or
-    beyond C writes nothing.
+    kv is (k_cache, v_cache), each [S, K, C, H]; the new key and value are written at `position_R` first, where `is_written_R`
+    says so and the position is below C. Row r belongs to slot `slot_R[r]`, by default to slot r; with as many rows as slots
+    `slot_R` is a permutation. Values that are not finite are stored as zeros: a cache must never hold a nan (see engine/state.py).
     """
 
     def attend(q, k, v, kv):
         k_cache_SKCH, v_cache_SKCH = kv
-        slot, head = jnp.arange(k.shape[0])[:, None], jnp.arange(k.shape[2])[None, :]
-        k_cache_SKCH = k_cache_SKCH.at[slot, head, position_S[:, None]].set(k[:, 0].astype(k_cache_SKCH.dtype), mode="drop")
-        v_cache_SKCH = v_cache_SKCH.at[slot, head, position_S[:, None]].set(v[:, 0].astype(v_cache_SKCH.dtype), mode="drop")
+        num_rows, num_slots, capacity = q.shape[0], *k_cache_SKCH.shape[::2][:2]
+        slots = jnp.arange(num_rows) if slot_R is None else slot_R
+        target = position_R if is_written_R is None else jnp.where(is_written_R, position_R, capacity)
+        index = (slots[:, None], jnp.arange(k.shape[2])[None, :], target[:, None])
+        k_cache_SKCH = k_cache_SKCH.at[index].set(finite(k[:, 0]).astype(k_cache_SKCH.dtype), mode="drop")
+        v_cache_SKCH = v_cache_SKCH.at[index].set(finite(v[:, 0]).astype(v_cache_SKCH.dtype), mode="drop")
         keys, values = k_cache_SKCH[:, :, :num_context], v_cache_SKCH[:, :, :num_context]
-        q_SKQH = _grouped(q[:, 0], k.shape[2])
-        scores = jnp.einsum("skqh,skch->skqc", q_SKQH, keys.astype(q.dtype)).astype(jnp.float32)
+        q_RKQH, position = _grouped(q[:, 0], k.shape[2]), position_R
+        is_permuted = slot_R is not None and num_rows == num_slots
+        if is_permuted:  # the queries are far smaller than the caches, so they move
+            row_S = jnp.zeros_like(slots).at[slots].set(jnp.arange(num_rows, dtype=slots.dtype))
+            q_RKQH, position = q_RKQH[row_S], position[row_S]
+        elif slot_R is not None:
+            keys, values = keys[slots], values[slots]
+        scores = jnp.einsum("rkqh,rkch->rkqc", q_RKQH, keys.astype(q.dtype)).astype(jnp.float32)
         key = jnp.arange(num_context)
-        seen = key <= position_S[:, None]
+        seen = key <= position[:, None]
         if sliding_window is not None:
-            seen &= key > position_S[:, None] - sliding_window
+            seen &= key > position[:, None] - sliding_window
         weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1).astype(v.dtype)
-        out = jnp.einsum("skqc,skch->skqh", weights, values.astype(v.dtype))
-        return out.reshape(q.shape[0], 1, -1), (k_cache_SKCH, v_cache_SKCH)
+        out = jnp.einsum("rkqc,rkch->rkqh", weights, values.astype(v.dtype))
+        if is_permuted:
+            out = out[slots]
+        return out.reshape(num_rows, 1, -1), (k_cache_SKCH, v_cache_SKCH)
 
     return attend
+
+
+def finite(x: jax.Array) -> jax.Array:
+    """Returns x with zeros in place of what is not finite."""
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))

@@ -1,0 +1,104 @@
+"""What the rollout core asks its shell to do, beside the plain messages (GetItem, Generate, CancelGenerate, TrainBatch)."""
+
+import dataclasses
+from typing import Any
+
+from marlaas_jax.messages import EnvClose, EnvObservation, EnvReset, EnvStep, Message
+
+TurnKey = tuple[str, int, int]  # episode id, attempt, turn: names one answer of the environment or of the policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Render:
+    """Turn an observation into ids: a whole prompt (`first`) or what follows a sampled turn. Answered by on_rendered."""
+
+    key: TurnKey
+    job: str
+    observation: EnvObservation
+    first: bool
+    last_id: int = -1  # last sampled id of the turn before; -1: nothing was sampled
+
+
+@dataclasses.dataclass(frozen=True)
+class ToEnv:
+    """Give a message to the worker that holds the episode; the orchestrator chooses one for an EnvReset."""
+
+    job: str
+    message: EnvReset | EnvStep | EnvClose
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """Send a message to one worker."""
+
+    worker_id: str
+    message: Message
+
+
+@dataclasses.dataclass(frozen=True)
+class KillWorker:
+    """End a worker that does not answer; it already counts as lost."""
+
+    worker_id: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class EpisodeEnded:
+    """For the episode log: everything a person wants to read about one episode."""
+
+    job: str
+    record: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSent:
+    """A batch left for the learner; `metrics` are finite, `tickets` its (ticket, attempt) pairs, empty places left out."""
+
+    job: str
+    step: int
+    metrics: dict[str, float]
+    tickets: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalDone:
+    """An evaluation ended; `phase` is "before" or "after", `reward_mean` None when nothing could be scored."""
+
+    job: str
+    phase: str
+    step: int
+    reward_mean: float | None
+    num_scored: int
+    num_items: int
+
+
+@dataclasses.dataclass(frozen=True)
+class JobDone:
+    """All batches are trained and the last evaluation is over: the job may be finished."""
+
+    job: str
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class JobGivenUp:
+    """The job's own rule or its environment ends it; the others go on. `kind` is an exception class of errors.py."""
+
+    job: str
+    kind: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """Something a person may want to know; goes to the event log."""
+
+    job: str
+    kind: str
+    text: str
+
+
+Command = (
+    Message | Render | ToEnv | Send | KillWorker | EpisodeEnded | BatchSent | EvalDone | JobDone | JobGivenUp | Note
+)  # fmt: skip

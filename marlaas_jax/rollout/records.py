@@ -1,0 +1,70 @@
+"""What the episode log keeps of an episode, and the names of what a job waits for."""
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+from marlaas_jax.rollout.episodes import OUTCOMES, Episode
+from marlaas_jax.rollout.groups import Group
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """One thing that waits: the stage, the object, how long already and how long at most."""
+
+    stage: str
+    what: str
+    since_s: float
+    limit_s: float
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.what}, since {self.since_s:.1f} s (limit {self.limit_s:.0f} s)"
+
+
+class Tally:
+    """Counts episodes so that sent = done + running + failed holds at all times."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.late_answers = 0
+        self.restarts = 0
+        self.outcomes: Counter[str] = Counter()
+
+    @property
+    def running(self) -> int:
+        """Episodes that have started and not ended."""
+        return self.sent - sum(self.outcomes.values())
+
+    def as_dict(self) -> dict[str, int]:
+        """Returns all counts; done = finished + truncated, failed = timed_out + failed + cancelled."""
+        counts = {outcome: self.outcomes[outcome] for outcome in OUTCOMES}
+        return {
+            "sent": self.sent,
+            "running": self.running,
+            "done": counts["finished"] + counts["truncated"],
+            **counts,
+            "restarts": self.restarts,
+            "late_answers": self.late_answers,
+        }
+
+
+def episode_record(group: Group, episode: Episode) -> dict[str, Any]:
+    """Returns the episode as the log keeps it; the verifier saw the turns' `text`. Prompt ids are decoded by the shell."""
+    return {
+        "split": group.split,
+        "ticket": group.ticket,
+        "sample": episode.sample,
+        "attempt": episode.attempt,
+        "outcome": episode.outcome,
+        "reward": episode.reward,
+        "note": episode.note,
+        "metrics": {name: value if math.isfinite(value) else None for name, value in episode.metrics.items()},
+        "first_observation": episode.first_observation,
+        "prompt_ids": list(episode.prompt_ids),
+        "turns": [dataclasses.asdict(turn) for turn in episode.turns],
+        "num_sampled_tokens": episode.num_sampled,
+        "mean_logprob": episode.mean_logprob(),
+        "own_s": episode.used_s,
+        "total_s": episode.since - group.started_at,
+    }

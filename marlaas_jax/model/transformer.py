@@ -5,7 +5,7 @@ Parameters are a dict:
 and each layer a dict:
     attn_norm_D, q [D, N*H], k [D, K*H], v [D, K*H], o [N*H, D], mlp_norm_D, gate [D, F], up [D, F], down [F, D],
     q_bias, k_bias, v_bias (with qkv_bias), q_norm_H, k_norm_H (with qk_norm).
-`layers` is a tuple of such dicts (unrolled) or one dict of arrays with a leading L (scanned); the form decides how the layers run.
+`layers` is a tuple of such dicts (unrolled) or one dict of arrays with a leading L (scanned); the form decides how they run.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,8 @@ def _attention(config, x, layer, side, kv, cos, sin, attend, project):
 def block(config: ModelConfig, x, layer, side, kv, cos, sin, attend: Attend, project: Project):
     """Returns (x, kv) after one layer; x [..., D]."""
     with jax.named_scope("attention"):
-        out, kv = _attention(config, rms_norm(x, layer["attn_norm_D"], config.norm_eps), layer, side, kv, cos, sin, attend, project)
+        h = rms_norm(x, layer["attn_norm_D"], config.norm_eps)
+        out, kv = _attention(config, h, layer, side, kv, cos, sin, attend, project)
         x = x + out
     with jax.named_scope("mlp"):
         h = rms_norm(x, layer["mlp_norm_D"], config.norm_eps)
@@ -148,4 +149,4 @@ def stack_layers(params: Params) -> Params:
 def unstack_layers(params: Params) -> Params:
     """Returns the unrolled form of scanned parameters."""
     count = len(params["layers"]["q"])
-    return params | {"layers": tuple(jax.tree.map(lambda x: x[i], params["layers"]) for i in range(count))}
+    return params | {"layers": tuple(jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(count))}

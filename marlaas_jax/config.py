@@ -165,13 +165,12 @@ class BankSection(Section):
 class LearnerSection(Section):
     """The learner's fixed sizes."""
 
-    micro_batch_tokens: Annotated[int, Field(ge=64)] = 1024  # padded tokens of one micro-batch
+    micro_batch_tokens: Annotated[int, Field(ge=16)] | None = None  # padded tokens of one micro-batch; None: 256 on CPU, else 4096
     max_dispatch_s: Annotated[float, Field(gt=0)] = 0.25  # predicted length of one dispatch
-    prompt_buckets: tuple[int, ...] = ()
-    suffix_buckets: tuple[int, ...] = ()
+    prompt_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # prompt tokens but the last; (): chosen from max_context
+    suffix_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # tokens after the prompt; (): chosen from max_context
     block_rows: Annotated[int, Field(ge=1)] = 8  # rollouts per block; larger groups are split, smaller ones padded
-    remat: bool = True
-    logits_chunk: Annotated[int, Field(ge=8)] = 128  # tokens per chunk of the vocabulary projection
+    logits_chunk: Annotated[int, Field(ge=8)] | None = None  # loss tokens per vocabulary projection; None: 64 on CPU, else 1024
 
 
 class RuntimeConfig(Section):
@@ -229,6 +228,8 @@ def load_run(paths: list[Path], overrides: list[str] = ()) -> RunConfig:
             if isinstance(job, dict):
                 _resolve_paths(job, path.parent)
         merged["jobs"] += jobs
+        if isinstance(runtime, dict) and isinstance(runtime.get("chat_template"), str):
+            runtime["chat_template"] = str((path.parent / runtime["chat_template"]).resolve())
         if runtime is not None:
             if merged.get("runtime", runtime) != runtime:
                 raise InvalidConfig(f"{path}: its `runtime` differs from that of an earlier file; all jobs of a run share one")

@@ -30,6 +30,7 @@ class JobState:
     counters: dict[str, int]  # optimizer steps and the like
     ledger: bytes
     identity: dict[str, Any]  # of the base model; resume refuses another
+    spec: dict[str, Any]  # of the adapter: rank, alpha, targets, seed
 
 
 class JobCheckpoints:
@@ -65,6 +66,7 @@ class JobCheckpoints:
             "counters": state.counters,
             "ledger": base64.b64encode(state.ledger).decode(),
             "identity": state.identity,
+            "spec": state.spec,
         }
         arguments = ocp.args.Composite(arrays=ocp.args.PyTreeSave(state.arrays), meta=ocp.args.JsonSave(meta))
         self._pending = state.step
@@ -116,7 +118,8 @@ class JobCheckpoints:
             arrays = {name: np.asarray(array) for name, array in found["arrays"].items()}
             if meta["schema_version"] != SCHEMA_VERSION:
                 raise CorruptFile(f"{path}: checkpoint schema {meta['schema_version']}, this version reads {SCHEMA_VERSION}")
-            return JobState(meta["step"], arrays, meta["counters"], base64.b64decode(meta["ledger"]), meta["identity"])
+            ledger = base64.b64decode(meta["ledger"])
+            return JobState(meta["step"], arrays, meta["counters"], ledger, meta["identity"], meta["spec"])
         except CorruptFile:
             raise
         except Exception as error:  # orbax and tensorstore raise many types for a damaged step

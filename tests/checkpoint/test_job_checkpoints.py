@@ -18,11 +18,11 @@ from marlaas_jax.errors import CorruptFile, StorageError
 def state_of(step: int) -> JobState:
     rng = np.random.default_rng(step)
     arrays = {name: rng.standard_normal(1000).astype(np.float32) for name in ("adapter", "m", "v")}
-    return JobState(step, arrays, {"optimizer_steps": step * 2}, bytes(range(step)), {"weights": "abc"})
+    return JobState(step, arrays, {"optimizer_steps": step * 2}, bytes(range(step)), {"weights": "abc"}, {"rank": 4})
 
 
 def assert_equal(a: JobState, b: JobState):
-    assert (a.step, a.counters, a.ledger, a.identity) == (b.step, b.counters, b.ledger, b.identity)
+    assert (a.step, a.counters, a.ledger, a.identity, a.spec) == (b.step, b.counters, b.ledger, b.identity, b.spec)
     assert a.arrays.keys() == b.arrays.keys()
     for name in a.arrays:
         np.testing.assert_array_equal(a.arrays[name], b.arrays[name])
@@ -81,7 +81,7 @@ WRITER = """
     while True:
         step += 1
         arrays = {name: np.full(200_000, step, np.float32) for name in ("adapter", "m", "v")}
-        checkpoints.save(JobState(step, arrays, {"n": step}, str(step).encode(), {}), 0.0)
+        checkpoints.save(JobState(step, arrays, {"n": step}, str(step).encode(), {}, {}), 0.0)
         print(step, flush=True)
 """
 

@@ -12,11 +12,12 @@ export PYTHONUNBUFFERED := 1
 VENV := .venv
 RUN := $(VENV)/bin/python
 PYTEST := $(RUN) -m pytest -q --durations=12 --durations-min=1
-# pip speaks a line per package; shown is every tenth, and all of it when it fails.
+# pip speaks several lines per package; shown is every tenth package, and the end of the log when it fails.
 PIP_INSTALL = pip_install() { \
 	  local log=$(VENV)/install.log; \
 	  $(RUN) -m pip install --no-compile "$$@" 2>&1 | tee "$$log" \
-	    | awk '/^Collecting|^  Downloading|^Downloading/ { if ($$1 == "Collecting" && ++n % 10 == 1) { sub(/;.*/, ""); print "  " n " " $$2; fflush() } }' \
+	    | awk '$$1 == "Collecting" && ++n % 10 == 1 { print "  " n ": " $$2; fflush() } \
+	           /^(Building wheels|Installing collected)/ { sub(/:.*/, ""); print "  " $$0; fflush() }' \
 	    || { tail -n 25 "$$log"; echo "Installing failed; the whole output is in $$log"; return 1; }; \
 	}; pip_install
 

@@ -94,7 +94,9 @@ def _type(annotation: object, metadata: list[object]) -> str:
         return f"list of {_type(arguments[0], [])}"
     if origin is dict:
         return "mapping"
-    name = {int: "integer", float: "number", str: "text", bool: "true / false"}.get(typing.cast(type, annotation), str(annotation))
+    name = {int: "integer", float: "number", str: "text", bool: "true / false"}.get(
+        typing.cast(type, annotation), str(annotation)
+    )
     limits = _limits(metadata)
     return f"{name}, {limits}" if limits else name
 

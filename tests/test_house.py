@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import marlaas_jax
+from marlaas_envs import registry
 
 ROOT = Path(__file__).parents[1]
 LOCKS = ("requirements.lock", "requirements-dev.lock", "requirements-test.lock")
@@ -46,6 +47,11 @@ def test_version_is_the_same_everywhere():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["version"]["path"] == "marlaas_jax/__init__.py"
     code = "import importlib.metadata as m; print(m.version('marlaas-jax'))"
     assert python(code) == marlaas_jax.__version__
+
+
+def test_entry_points_are_the_built_in_environments():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"][registry.ENTRY_POINT_GROUP] == {n: f"marlaas_envs.{n}:family" for n in registry.BUILT_IN}
 
 
 @pytest.mark.parametrize("name", LOCKS)

@@ -80,7 +80,9 @@ def _row(episode: Episode, shared: int, advantage: float) -> TrainRow:
     )
 
 
-def batch_metrics(groups: list[ScoredGroup], *, step: int, batches_of: Callable[[int], int], num_empty: int) -> dict[str, float]:
+def batch_metrics(
+    groups: list[ScoredGroup], *, step: int, batches_of: Callable[[int], int], num_empty: int
+) -> dict[str, float]:
     """Returns a batch's figures, all finite. Staleness is in batches, per sampled token."""
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     missing = sum(reward is None for group in groups for reward in group.rewards)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 
 class FairQueue:
-    """Shares a stage between jobs by weight: each visit earns a job `quantum * weight` of credit, each start spends its cost."""
+    """Shares a stage by weight: each visit earns a job `quantum * weight` of credit, each start spends its cost."""
 
     def __init__(self, quantum: float = 8.0):
         self.quantum = quantum

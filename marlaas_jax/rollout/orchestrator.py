@@ -69,7 +69,7 @@ class Orchestrator:
             blamed = worker.oldest_call()
             for key in sorted(worker.episodes):
                 if job := self.job_of(key[0]):
-                    job.on_episode_lost(key[0], now, blamed=key == blamed, reason=reason)
+                    job.runner.on_episode_lost(key[0], now, blamed=key == blamed, reason=reason)
         self._count_death(owner, reason, now)
         self._pump(now)
 
@@ -107,26 +107,26 @@ class Orchestrator:
 
     def on_item(self, message: Item, now: float) -> None:
         """Passes on the data worker's answer."""
-        self._deliver(message.request_id, lambda job: job.on_item(message, now), now)
+        self._deliver(message.request_id, lambda job: job.runner.on_item(message, now), now)
 
     def on_rendered(self, key: TurnKey, token_ids: tuple[int, ...], error: str, now: float) -> None:
         """Passes on the tokenizer's answer."""
-        self._deliver(key[0], lambda job: job.on_rendered(key, token_ids, error, now), now)
+        self._deliver(key[0], lambda job: job.runner.on_rendered(key, token_ids, error, now), now)
 
     def on_env_observation(self, worker_id: str, message: EnvObservation, now: float) -> None:
         """Passes on an observation."""
         if self._answered(worker_id, message.episode_id, message.attempt, now, is_last=False):
-            self._deliver(message.episode_id, lambda job: job.on_env_observation(message, now), now)
+            self._deliver(message.episode_id, lambda job: job.runner.on_env_observation(message, now), now)
 
     def on_env_done(self, worker_id: str, message: EnvDone, now: float) -> None:
         """Passes on an episode's end."""
         if self._answered(worker_id, message.episode_id, message.attempt, now, is_last=True):
-            self._deliver(message.episode_id, lambda job: job.on_env_done(message, now), now)
+            self._deliver(message.episode_id, lambda job: job.runner.on_env_done(message, now), now)
 
     def on_env_error(self, worker_id: str, message: EnvError, now: float) -> None:
         """Passes on an environment's failure."""
         if self._answered(worker_id, message.episode_id, message.attempt, now, is_last=True):
-            self._deliver(message.episode_id, lambda job: job.on_env_error(message, now), now)
+            self._deliver(message.episode_id, lambda job: job.runner.on_env_error(message, now), now)
 
     def on_generated(self, message: Generated, now: float) -> None:
         """Passes on a completion."""
@@ -140,7 +140,7 @@ class Orchestrator:
 
     def on_data_worker_ready(self, job: str, now: float) -> None:
         """The data worker (again) has the job's items."""
-        self._deliver(job, lambda rollout: rollout.on_data_worker_ready(now), now)
+        self._deliver(job, lambda rollout: rollout.runner.on_data_worker_ready(now), now)
 
     def tick(self, now: float) -> None:
         """Ends what is over its limit."""
@@ -198,7 +198,9 @@ class Orchestrator:
     def _give_up_worker(self, pool: Pool, worker: Worker, overdue: tuple[EpisodeKey, Call], now: float) -> None:
         (episode_id, attempt), call = overdue
         waited = now - max(call.since, worker.last_answer)
-        reason = f"the worker answered nothing for {waited:.1f} s in {call.stage} of {episode_id}; its limit is {call.timeout_s:g} s"
+        reason = (
+            f"the worker answered nothing for {waited:.1f} s in {call.stage} of {episode_id}; its limit is {call.timeout_s:g} s"
+        )
         self._commands.append(KillWorker(worker.worker_id, reason))
         del pool.workers[worker.worker_id]
         del self._workers[worker.worker_id]
@@ -207,9 +209,9 @@ class Orchestrator:
             if job is None:
                 continue
             if key == (episode_id, attempt):
-                job.on_episode_hung(key[0], now, f"timeout: {reason}")
+                job.runner.on_episode_hung(key[0], now, f"timeout: {reason}")
             else:
-                job.on_episode_lost(key[0], now, blamed=False, reason=reason)
+                job.runner.on_episode_lost(key[0], now, blamed=False, reason=reason)
         self._count_death(pool, reason, now)
 
     def _count_death(self, pool: Pool, reason: str, now: float) -> None:
@@ -253,7 +255,8 @@ class Orchestrator:
 
     def _collect(self, rollout: JobRollout, now: float) -> None:
         while rollout.commands:
-            commands, rollout.commands = rollout.commands, []
+            commands = rollout.commands.copy()
+            rollout.commands.clear()
             for command in commands:
                 if isinstance(command, ToEnv):
                     self._to_env(command, now)
@@ -295,7 +298,7 @@ class Orchestrator:
             worker.episodes.add(key)
             self._track(worker, key, message.timeout_s, "reset", now)
             self._commands.append(Send(worker.worker_id, message))
-            job.on_env_sent(message.episode_id, message.attempt, now)
+            job.runner.on_env_sent(message.episode_id, message.attempt, now)
 
     @staticmethod
     def _track(worker: Worker, key: EpisodeKey, timeout_s: float, stage: str, now: float) -> None:

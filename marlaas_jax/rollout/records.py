@@ -3,10 +3,15 @@
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
+from marlaas_jax.rollout import settings as limits
 from marlaas_jax.rollout.episodes import OUTCOMES, Episode
 from marlaas_jax.rollout.groups import Group
+from marlaas_jax.rollout.settings import RolloutSettings
+
+STAGES = ("item", "reset", "render", "gather", "generate", "step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,3 +73,30 @@ def episode_record(group: Group, episode: Episode) -> dict[str, Any]:
         "own_s": episode.used_s,
         "total_s": episode.since - group.started_at,
     }
+
+
+def episode_waits(groups: Iterable[Group], settings: RolloutSettings, now: float) -> list[Wait]:
+    """Returns what a job's groups and episodes wait for. Episodes that wait for their group's first prompts are left out:
+    the sibling that is late is in the list."""
+    limit = {
+        "reset": settings.step_timeout_s,
+        "step": settings.step_timeout_s,
+        "render": limits.RENDER_TIMEOUT_S,
+        "generate": limits.GENERATE_TIMEOUT_S,
+    }
+    found = []
+    for group in groups:
+        if group.item_request:
+            found.append(Wait("item", f"{group.split} item {group.ticket}", now - group.since, limits.ITEM_TIMEOUT_S))
+        for episode in group.episodes:
+            if episode.stage in limit:
+                stage = "env worker" if episode.stage == "reset" and not episode.on_worker else episode.stage
+                what = f"episode {episode.episode_id} attempt {episode.attempt} turn {episode.turn}"
+                found.append(Wait(stage, what, now - episode.since, limit[episode.stage]))
+    return found
+
+
+def stage_counts(groups: Iterable[Group]) -> dict[str, int]:
+    """Returns how many episodes are in each stage."""
+    counts = Counter(episode.stage for group in groups for episode in group.episodes)
+    return {stage: counts[stage] for stage in STAGES}

@@ -48,7 +48,14 @@ class RolloutSettings:
 
     @classmethod
     def from_config(
-        cls, job: JobConfig, *, incarnation: int, max_context: int, normalize_std: bool, eval_items: int, retry_lost: bool = True
+        cls,
+        job: JobConfig,
+        *,
+        incarnation: int,
+        max_context: int,
+        normalize_std: bool,
+        eval_items: int,
+        retry_lost: bool = True,
     ) -> "RolloutSettings":
         """Returns the settings of a job; `eval_items`: how many held-out items are evaluated."""
         return cls(

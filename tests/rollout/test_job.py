@@ -3,10 +3,10 @@
 import struct
 
 import pytest
-from tests.rollout.world import END, World, ready, settings
 
 from marlaas_jax.messages import EnvDone, EnvObservation, Generate
 from marlaas_jax.rollout.commands import BatchSent, EpisodeEnded, EvalDone, JobDone, JobGivenUp, KillWorker
+from tests.rollout.world import END, World, ready, settings
 
 
 def records(world):
@@ -354,9 +354,7 @@ def test_resume_goes_on_from_the_ledger_without_gap_or_repeat():
     ledger = world.history["job"][1].ledger
     first = [group.ticket for batch in world.history["job"][:2] for group in batch.groups]
     again = World()
-    again.add(
-        settings(steps=4, incarnation=2), ready_message=ready(incarnation=2, step=2, version=2, ledger=ledger)
-    )
+    again.add(settings(steps=4, incarnation=2), ready_message=ready(incarnation=2, step=2, version=2, ledger=ledger))
     again.run()
     rest = [group.ticket for batch in again.history["job"] for group in batch.groups]
     assert sorted(first + rest) == list(range(8)) and [batch.step for batch in again.history["job"]] == [2, 3]

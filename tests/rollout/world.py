@@ -62,7 +62,9 @@ class World:
         self.batches_of: dict[tuple[str, int], int] = {}  # (job, version) -> batches when published
         self.generates: list[Generate] = []
         self.envs: dict[str, dict[tuple[str, int], int]] = {}  # worker -> episode -> turns taken
-        self.seen: dict[type, list] = {kind: [] for kind in (BatchSent, EpisodeEnded, EvalDone, JobDone, JobGivenUp, KillWorker, Note)}
+        self.seen: dict[type, list] = {
+            kind: [] for kind in (BatchSent, EpisodeEnded, EvalDone, JobDone, JobGivenUp, KillWorker, Note)
+        }
         self.workers = list(workers)
         self.num_workers = len(workers)
 
@@ -92,7 +94,9 @@ class World:
             elif isinstance(command, Send):
                 self._to_env(command.worker_id, command.message)
             elif isinstance(command, CancelGenerate):
-                self.pending = [(kind, x) for kind, x in self.pending if kind != "generated" or x[0].request_id != command.request_id]
+                self.pending = [
+                    (kind, x) for kind, x in self.pending if kind != "generated" or x[0].request_id != command.request_id
+                ]
             elif isinstance(command, Generate):
                 self.generates.append(command)
                 for sample in range(len(command.seeds)):
@@ -108,6 +112,9 @@ class World:
 
     def deliver(self, index: int = 0) -> None:
         """Delivers one pending answer."""
+        kind, what = self.pending[index]
+        if kind == "train":  # the learner takes a job's batches in order
+            index = next(i for i, (k, x) in enumerate(self.pending) if k == kind and x.job == what.job)
         kind, what = self.pending.pop(index)
         getattr(self, f"_{kind}")(what)
         self.collect()
@@ -193,9 +200,19 @@ class World:
         ids = (10 + message.seeds[sample] % 5, END)
         self.orchestrator.on_generated(
             Generated(
-                message.request_id, sample, message.job, message.incarnation, ids, struct.pack("<2f", -0.5, -0.25),
-                bytes(8), "stop", version, version, f"fp{version}", text=str(ids[0]),
-            ),  # fmt: skip
+                message.request_id,
+                sample,
+                message.job,
+                message.incarnation,
+                ids,
+                struct.pack("<2f", -0.5, -0.25),
+                bytes(8),
+                "stop",
+                version,
+                version,
+                f"fp{version}",
+                text=str(ids[0]),
+            ),
             self.now,
         )
 
@@ -226,7 +243,9 @@ class World:
             counts = rollout.tally.as_dict()
             failed = counts["timed_out"] + counts["failed"] + counts["cancelled"]
             assert counts["sent"] == counts["done"] + counts["running"] + failed
-            assert counts["running"] == sum(rollout.queue_lengths()[s] for s in ("item", "reset", "render", "gather", "generate", "step"))
+            assert counts["running"] == sum(
+                rollout.queue_lengths()[s] for s in ("item", "reset", "render", "gather", "generate", "step")
+            )
         for job, batches in self.history.items():
             cap = self.settings[job].max_staleness
             trained = [group.ticket for batch in batches for group in batch.groups]

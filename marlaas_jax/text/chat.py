@@ -8,6 +8,7 @@ sampled; `followup` checks it on each call and `check_followups` before a job st
 import datetime
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -94,22 +95,27 @@ class ChatTemplate:
 
     def check_followups(self, roles: Sequence[str] = ("user",), tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Raises InvalidRequest unless conversations of several turns, with messages of these roles, only ever grow."""
+        # Some templates take the thinking out of earlier turns, or write it where there was none.
+        answers = [_PROBE, *([f"<think>\nPROBE-THOUGHT\n</think>\n\n{_PROBE}"] if "</think>" in self.source else [])]
         for role in roles:
             reply = {"role": role, "content": "PROBE-REPLY"}
-            closing, after = self.followup([reply], tools)
-            answer = {"role": "assistant", "content": _PROBE}
-            grown = self.render([*_OPENING], tools) + (_PROBE + closing + after) * 2
-            if self.render([*_OPENING, answer, reply, answer, reply], tools) != grown:
-                raise InvalidRequest(_changes(role, "an earlier turn"))
+            expected = "".join(self.followup([reply], tools))
+            for answer in answers:
+                conversation, text = list(_OPENING), self.render(_OPENING, tools)
+                for _ in range(2):
+                    conversation += [{"role": "assistant", "content": answer}, reply]
+                    whole = self.render(conversation, tools)
+                    if _grown(text, answer, whole) != expected:
+                        raise InvalidRequest(_changes(role, "an earlier turn" if answer == _PROBE else "the thinking"))
+                    text = whole
 
     def _followup_of_json(self, messages_json: str, tools_json: str) -> tuple[str, str]:
         messages, tools = json.loads(messages_json), json.loads(tools_json)
         role = messages[-1].get("role", "") if messages else ""
-        before = self.render(_OPENING, tools) + _PROBE
         whole = self.render([*_OPENING, {"role": "assistant", "content": _PROBE}, *messages], tools)
-        if not whole.startswith(before):
+        rest = _grown(self.render(_OPENING, tools), _PROBE, whole)
+        if rest is None:
             raise InvalidRequest(_changes(role, "what came before the sampled turn"))
-        rest = whole[len(before) :]
         closing = next((text for text in self._end_texts if rest.startswith(text)), None)
         if closing is None:
             raise InvalidRequest(
@@ -117,6 +123,15 @@ class ChatTemplate:
                 f"tokens ({', '.join(self._end_texts)}); give runtime.chat_template a file that does"
             )
         return closing, rest[len(closing) :]
+
+
+def _grown(before: str, answer: str, whole: str) -> str | None:
+    """Returns what `whole` has after `before` and `answer`, or None if it does not start with these.
+
+    A space on either side of the answer is the model's to write, as in the formats of Llama 2 and Mistral.
+    """
+    match = re.match(f"{re.escape(before)} ?{re.escape(answer)} ?", whole)
+    return None if match is None else whole[match.end() :]
 
 
 def _changes(role: str, what: str) -> str:

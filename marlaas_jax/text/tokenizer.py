@@ -122,7 +122,7 @@ class Tokenizer:
     def _chat(self) -> ChatTemplate:
         if self._template is None:
             raise InvalidRequest(
-                "the model has no chat template: give runtime.chat_template a jinja2 file, or use plain prompts"
+                "the model has no chat template: give runtime.chat_template a jinja2 file, or use text prompts"
             )
         return self._template
 

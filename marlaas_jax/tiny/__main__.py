@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder to write (default: ./tiny; with --check a temporary one)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--check", action="store_true", help="compare the new scores with the shipped model's; exit 1 if they differ"
+        "--check", action="store_true", help="compare the new scores with the shipped ones; exit 1 if they differ"
     )
     options = parser.parse_args(arguments)
     if not options.check:

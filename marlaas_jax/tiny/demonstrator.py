@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import tokenizers
-from marlaas_envs import char_tasks
 
+from marlaas_envs import char_tasks
 from marlaas_jax.tiny.folder import PAD
 
 CAREFUL, CARELESS = 0.9, 0.36  # probability that a whole episode is right, at first and later

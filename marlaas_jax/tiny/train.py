@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import optax.contrib
 import tokenizers
-from marlaas_envs import char_tasks
 
+from marlaas_envs import char_tasks
 from marlaas_jax.model import transformer
 from marlaas_jax.model.attention import Attend, causal
 from marlaas_jax.tiny.demonstrator import Packed, packed_batches

@@ -114,6 +114,6 @@ def write_file(
     with atomic_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            array = np.ascontiguousarray(tensor(name), FLOATS[dtype])
+            array = np.asarray(tensor(name), FLOATS[dtype], order="C")
             assert array.shape == tuple(shape), f"{name}: {array.shape} instead of {shape}"
             file.write(array.reshape(-1).view(np.uint8))

@@ -1,38 +1,73 @@
-"""Logits of every supported architecture against transformers in float32 (frozen by tests/fixtures/make_models.py)."""
+"""Logits of every supported architecture against transformers in float32.
 
-from pathlib import Path
+Frozen references (tests/fixtures/make_*.py) by default; the slow tests ask transformers itself.
+"""
 
-import jax.numpy as jnp
+import importlib.metadata
+
 import numpy as np
 import pytest
 
-from marlaas_jax.model import attention, transformer
+from marlaas_jax.model import source
 from marlaas_jax.model.load import load
+from tests.model.forward import FIXTURES, MODELS, TOLERANCE, assert_close, expected, logits
 
-MODELS = Path(__file__).parent.parent / "fixtures" / "models"
 NAMES = sorted(path.parent.name for path in MODELS.glob("*/config.json"))
-TOLERANCE = 2e-4  # max abs difference of a logit
-
-
-def logits(config, params, tokens_T) -> np.ndarray:
-    tokens_BT = jnp.asarray(tokens_T)[None]
-    length_B = jnp.asarray([tokens_BT.shape[1]])
-    positions_BT = jnp.arange(tokens_BT.shape[1])[None]
-    attend = attention.causal(length_B, config.sliding_window)
-    hidden, _ = transformer.forward(config, params, tokens_BT, positions_BT, attend)
-    return np.asarray(transformer.unembed(params, hidden))[0]
 
 
 @pytest.mark.parametrize("unrolled", [True, False], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_transformers(name, unrolled):
     config, params = load(MODELS / name, "float32", unrolled)
-    with np.load(MODELS / name / "expected.npz") as expected:
-        found = logits(config, params, expected["tokens_T"])
-        assert np.abs(expected["logits_TV"]).max() > 3  # the reference is not flat
-        assert np.abs(found - expected["logits_TV"]).max() < TOLERANCE
+    reference = expected(MODELS / name)
+    assert np.abs(reference["logits_TV"]).max() > 3  # the reference is not flat
+    assert_close(logits(config, params, reference["tokens_T"]), reference["logits_TV"])
 
 
 def test_fixtures_cover_every_architecture_tied_and_untied():
     found = {(config.architecture, config.tied_embeddings) for config, _ in (load(MODELS / name) for name in NAMES)}
     assert found == {(a, tied) for a in ("llama", "mistral", "qwen2", "qwen3") for tied in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    try:
+        importlib.metadata.version(source.SMOLLM2_WHEEL)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"needs {source.SMOLLM2_WHEEL}: {source.SMOLLM2_INSTALL}")
+    return source.resolve("smollm2-135m")
+
+
+def test_smollm2_from_gguf_equals_transformers(smollm2):
+    config, params = load(smollm2)
+    with np.load(FIXTURES / "smollm2.npz") as reference:
+        found = logits(config, params, reference["tokens_T"])
+        stride = config.vocab_size // reference["logits"].shape[1]
+        assert_close(found[reference["positions"], ::stride], reference["logits"])
+        assert (found.argmax(-1) == reference["best_T"]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_live_logits_equal_transformers(name):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config, params = load(MODELS / name)
+    tokens = np.random.default_rng(7).integers(0, config.vocab_size, 64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    assert_close(logits(config, params, tokens), wanted)
+
+
+@pytest.mark.slow
+def test_live_smollm2_equals_transformers(smollm2):
+    """transformers reads our converted folder as it reads any other: same numbers, same end ids."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config, params = load(smollm2)
+    tokens = np.random.default_rng(7).integers(0, config.vocab_size, 64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    found = logits(config, params, tokens)
+    assert np.abs(found - wanted).max() < TOLERANCE
+    assert model.generation_config.eos_token_id in (2, [2])

@@ -23,35 +23,36 @@ def make(out: Path, seed: int) -> dict:
     params = train.train(seed, _report)
     scores = train.score(params)
     _report(train.summary(scores))
-    out.mkdir(parents=True, exist_ok=True)
-    folder.write_tokenizer(out)
+    folder.write(out, params)
+    return record(out, scores, seed, round(time.process_time() - started))
+
+
+def record(out: Path, scores: dict[str, train.Score], seed: int, cpu_s: int) -> dict:
+    """Writes and returns scores.json: what the weights are and what they can do."""
     weights = out / "model.safetensors"
-    folder.write_weights(params, weights)
-    record = {
+    document = {
         "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
         "seed": seed,
-        "cpu_s": round(time.process_time() - started),
+        "cpu_s": cpu_s,
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "optax", "numpy")},
         "num_items": train.NUM_SCORED,
         "sampled": {task: score.sampled for task, score in scores.items()},
         "greedy": {task: score.greedy for task, score in scores.items()},
     }
-    (out / "scores.json").write_text(json.dumps(record, indent=2) + "\n")
-    _report(f"wrote {out}: {weights.stat().st_size / 1e6:.2f} MB, sha256 {record['sha256']}, {record['cpu_s']} CPU s")
-    return record
+    (out / "scores.json").write_text(json.dumps(document, indent=2) + "\n")
+    _report(f"wrote {out}: {weights.stat().st_size / 1e6:.2f} MB, sha256 {document['sha256']}, {cpu_s} CPU s")
+    return document
 
 
-def differences(record: dict, shipped: dict) -> list[str]:
+def differences(new: dict, shipped: dict) -> list[str]:
     """Returns what differs by more than the tolerance: each task's sampled score and the mean of both kinds.
 
     A task's greedy score may jump where two answers are about equally likely, so only its mean is compared.
     """
-    pairs = [(f"{task} sampled", record["sampled"].get(task), score) for task, score in shipped["sampled"].items()]
+    pairs = [(f"{task} sampled", new["sampled"].get(task), score) for task, score in shipped["sampled"].items()]
     for kind in ("sampled", "greedy"):
-        pairs.append(
-            (f"mean {kind}", float(np.mean(list(record[kind].values()))), float(np.mean(list(shipped[kind].values()))))
-        )
-    return [f"{name}: {new} against {old}" for name, new, old in pairs if new is None or abs(new - old) > TOLERANCE]
+        pairs.append((f"mean {kind}", *(float(np.mean(list(scores[kind].values()))) for scores in (new, shipped))))
+    return [f"{name}: {one} against {other}" for name, one, other in pairs if one is None or abs(one - other) > TOLERANCE]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,13 +68,13 @@ def main(arguments: list[str] | None = None) -> int:
         make(options.out or Path("tiny"), options.seed)
         return 0
     with tempfile.TemporaryDirectory() as temporary:
-        record = make(options.out or Path(temporary), options.seed)
+        new = make(options.out or Path(temporary), options.seed)
     shipped = json.loads((SHIPPED / "scores.json").read_text())
-    wrong = differences(record, shipped)
+    wrong = differences(new, shipped)
     for line in wrong:
         _report(f"differs by more than {TOLERANCE}: {line}")
     if not wrong:
-        _report(f"all scores within {TOLERANCE} of the shipped model's; same file: {record['sha256'] == shipped['sha256']}")
+        _report(f"all scores within {TOLERANCE} of the shipped model's; same file: {new['sha256'] == shipped['sha256']}")
     return 1 if wrong else 0
 
 

@@ -3,12 +3,10 @@
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
 import tokenizers
-from safetensors.numpy import save_file
 
 from marlaas_jax.model.config import ModelConfig
+from marlaas_jax.model.load import save
 from marlaas_jax.model.transformer import Params
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -42,16 +40,6 @@ CHAT_TEMPLATE = (
     "{% endif %}{% endfor %}"
 )
 
-_PROJECTIONS = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-
 
 def build_tokenizer() -> tokenizers.Tokenizer:
     """Returns the character tokenizer: one id per character and tool token, <bos> put before every text."""
@@ -68,60 +56,25 @@ def build_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json, config.json and generation_config.json."""
+def write(folder: Path, params: Params) -> None:
+    """Writes the whole folder: weights in bfloat16, configuration and tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save(folder, CONFIG, params, "bfloat16", (EOS,), BOS)
     build_tokenizer().save(str(folder / "tokenizer.json"))
-    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    _write_json(
-        folder / "tokenizer_config.json",
-        special
-        | {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "add_bos_token": True,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": CONFIG.max_position,
-            "chat_template": CHAT_TEMPLATE,
-        },
-    )
-    ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    _write_json(
-        folder / "config.json",
-        ends
-        | {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "hidden_size": CONFIG.model_dim,
-            "intermediate_size": CONFIG.mlp_dim,
-            "num_hidden_layers": CONFIG.num_layers,
-            "num_attention_heads": CONFIG.num_query_heads,
-            "num_key_value_heads": CONFIG.num_kv_heads,
-            "head_dim": CONFIG.head_dim,
-            "vocab_size": CONFIG.vocab_size,
-            "max_position_embeddings": CONFIG.max_position,
-            "rms_norm_eps": CONFIG.norm_eps,
-            "rope_theta": CONFIG.rope_theta,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16",
-        },
-    )
-    _write_json(folder / "generation_config.json", ends)
-
-
-def write_weights(params: Params, path: Path) -> None:
-    """Writes unrolled parameters as bfloat16 safetensors under Hugging Face's names; matrices as [out, in]."""
-    bf16 = lambda x: np.ascontiguousarray(np.asarray(jnp.asarray(x, jnp.bfloat16)))
-    tensors = {"model.embed_tokens.weight": bf16(params["embed_VD"]), "model.norm.weight": bf16(params["final_norm_D"])}
-    for i, layer in enumerate(params["layers"]):
-        prefix = f"model.layers.{i}"
-        tensors[f"{prefix}.input_layernorm.weight"] = bf16(layer["attn_norm_D"])
-        tensors[f"{prefix}.post_attention_layernorm.weight"] = bf16(layer["mlp_norm_D"])
-        for name, hf_name in _PROJECTIONS.items():
-            tensors[f"{prefix}.{hf_name}.weight"] = bf16(jnp.asarray(layer[name]).T)
-    save_file(tensors, path, metadata={"format": "pt"})
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONFIG.max_position,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write_json(folder / "tokenizer_config.json", tokenizer_config)
+    _write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD})
 
 
 def _write_json(path: Path, document: dict) -> None:
-    path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(document, indent=2) + "\n")

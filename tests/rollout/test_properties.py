@@ -30,13 +30,14 @@ class Rollouts(RuleBasedStateMachine):
         # enough attempts that the machine's faults cannot use them up: then every ticket must be trained
         self.specs = {
             name: job_settings(
-                name, steps=4, group_size=group_size, groups_per_batch=groups_per_batch,
+                name, steps=6, group_size=group_size, groups_per_batch=groups_per_batch,
                 max_staleness=cap if name == "a" else 1,
                 max_attempts=1000, eval_items=eval_items, weight=1.0 + (name == "b"),
             )
             for name in ("a", "b")
         }  # fmt: skip
         self.incarnation = {"a": 1, "b": 1}
+        self.slow: set[tuple[str, int]] = set()  # (job, ticket) that the others overtake
         for spec in self.specs.values():
             self.world.add(spec, eval_before=True)
 
@@ -56,6 +57,33 @@ class Rollouts(RuleBasedStateMachine):
             if (index := self.pick(0, (kind,))) is None:
                 return
             self.world.deliver(index)
+
+    @rule(name=st.sampled_from(["a", "b"]), number=st.integers(0, 9), limit=st.integers(10, 400))
+    def ticket_is_overtaken(self, name, number, limit):
+        """A slow group: everything else goes on, until nothing else is left to do."""
+        running = sorted(t for split, t in self.world.orchestrator.jobs[name].runner.groups if split == "train")
+        if running:
+            self.slow.add((name, running[number % len(running)]))
+        for _ in range(limit):
+            fast = [i for i, (kind, what) in enumerate(self.world.pending) if self.ticket_of(kind, what) not in self.slow]
+            if not fast:
+                self.slow.clear()
+                return
+            self.world.deliver(fast[0])
+
+    def ticket_of(self, kind, what):
+        if kind == "train":
+            return None
+        if kind == "generated":
+            request, sample = what
+            waiting = self.world.orchestrator.jobs[request.job].runner._requests._waiting.get(request.request_id)
+            entry = waiting[sample] if waiting else None
+            return entry and (request.job, entry[0].ticket)
+        if kind == "item":
+            return (what.job, what.index)
+        episode_id = what.key[0] if kind == "render" else what[1].episode_id
+        name, _, _, place, _ = episode_id.split("/")
+        return (name, int(place.split("-")[-1]))
 
     @rule(number=st.integers(0, 50), kind=st.sampled_from(["raised", "timeout", "bad_answer", "lost"]))
     def call_fails(self, number, kind):

@@ -65,6 +65,7 @@ class World:
         self.seen: dict[type, list] = {
             kind: [] for kind in (BatchSent, EpisodeEnded, EvalDone, JobDone, JobGivenUp, KillWorker, Note)
         }
+        self.resets: set[tuple[str, int]] = set()
         self.workers = list(workers)
         self.num_workers = len(workers)
 
@@ -163,6 +164,8 @@ class World:
             return
         key = (message.episode_id, message.attempt)
         if isinstance(message, EnvReset):
+            assert key not in self.resets, "an attempt number was used twice"
+            self.resets.add(key)
             self.envs[worker][key] = 0
             self.pending.append(("reset", (worker, message)))
         elif isinstance(message, EnvStep):

@@ -83,7 +83,9 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the ids of a prompt: special tokens in it count, and it starts with one BOS if the tokenizer wants one."""
         ids = self.encode(text, allow_special=True)
-        return [self.bos_id, *ids] if self.adds_bos and ids[:1] != [self.bos_id] else ids
+        if self.bos_id is None or not self.adds_bos or ids[:1] == [self.bos_id]:
+            return ids
+        return [self.bos_id, *ids]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Returns the text of `ids`. Ids that stand for no token give nothing; bytes that are not UTF-8 give U+FFFD."""

@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 
 from marlaas_envs import char_tasks
-from marlaas_jax.tiny.folder import PAD
+from marlaas_jax.tiny.folder import BOS, PAD
 
 CAREFUL, CARELESS = 0.9, 0.36  # probability that a whole episode is right, at first and later
 COMMON_SLIP = 0.75  # of the slips, how many are the task's first one
@@ -63,7 +63,7 @@ def packed_batches(
             start = segment = 0
             while True:
                 if pending is None:
-                    pending = _encode(tokenizer, demonstrate(char_tasks.item(rng.choice(names), index), right, rng))
+                    pending = encode(tokenizer, demonstrate(char_tasks.item(rng.choice(names), index), right, rng))
                     index += 1
                 ids, imitated = pending
                 end = start + len(ids)
@@ -83,8 +83,9 @@ def _answer(right: str, slips: tuple[str, ...], probability: float, rng: random.
     return slips[0] if len(slips) == 1 or rng.random() < COMMON_SLIP else rng.choice(slips[1:])
 
 
-def _encode(tokenizer: tokenizers.Tokenizer, spans: list[Span]) -> tuple[list[int], list[bool]]:
-    ids, imitated = [tokenizer.token_to_id("<bos>")], [False]
+def encode(tokenizer: tokenizers.Tokenizer, spans: list[Span]) -> tuple[list[int], list[bool]]:
+    """Returns an episode's ids, <bos> first, and for each whether the demonstrator wrote it."""
+    ids, imitated = [BOS], [False]
     for text, is_imitated in spans:
         span = tokenizer.encode(text, add_special_tokens=False).ids
         ids += span

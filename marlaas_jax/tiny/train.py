@@ -1,6 +1,7 @@
 """Trains `tiny` by imitation and scores it. Fixed seeds and step counts: a rerun on the same machine repeats itself."""
 
 import dataclasses
+import random
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ import tokenizers
 from marlaas_envs import char_tasks
 from marlaas_jax.model import transformer
 from marlaas_jax.model.attention import Attend, causal
-from marlaas_jax.tiny.demonstrator import Packed, packed_batches
+from marlaas_jax.tiny.demonstrator import Packed, demonstrate, encode, packed_batches
 from marlaas_jax.tiny.folder import CONFIG, PAD, build_tokenizer
 
 NUM_STEPS = 1800
@@ -138,15 +139,8 @@ def _score_task(params: transformer.Params, tokenizer: tokenizers.Tokenizer, tas
     tokens = np.full((num_items, 48), PAD, np.int32)
     is_graded = np.zeros(tokens.shape, bool)
     for row in range(num_items):
-        item = char_tasks.item(task, row, "eval")
-        turns = [(item.prompt, False), (item.answer + "<eos>", True)]
-        if item.call is not None:
-            turns[1:1] = [(item.call + "<eos>", True), (char_tasks.calculate(item.call), False)]
-        ids, graded = [tokenizer.token_to_id("<bos>")], [False]
-        for text, is_policy in turns:
-            span = tokenizer.encode(text, add_special_tokens=False).ids
-            ids += span
-            graded += [is_policy] * len(span)
+        right = demonstrate(char_tasks.item(task, row, "eval"), 1.0, random.Random(0))
+        ids, graded = encode(tokenizer, right)
         tokens[row, : len(ids)] = ids
         is_graded[row, : len(ids)] = graded
     logprobs, is_likeliest = map(np.asarray, _next_token_logprobs(params, tokens))

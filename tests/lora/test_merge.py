@@ -112,6 +112,7 @@ def test_refusals(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of the reference libraries
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama3_tied", "llama3_untied", "qwen2_untied", "qwen3_tied", "mistral_untied"])
 def test_live_transformers_loads_the_merged_model(name, dtype, tmp_path):

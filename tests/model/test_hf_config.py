@@ -116,6 +116,7 @@ def test_round_trip_of_written_configurations(name):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of the reference libraries
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in MODELS.glob("*/config.json")))
 def test_live_transformers_reads_what_is_written(name, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -124,6 +125,7 @@ def test_live_transformers_reads_what_is_written(name, tmp_path):
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     original = transformers.AutoConfig.from_pretrained(MODELS / name)
     for field in ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "sliding_window", "vocab_size"):
-        assert getattr(theirs, field, None) == getattr(original, field, None), field
+        if hasattr(original, field):  # Qwen2's configuration computes head_dim where it is used
+            assert getattr(theirs, field) == getattr(original, field), field
     assert dict(theirs.rope_parameters) == dict(original.rope_parameters)
     assert theirs.eos_token_id == [2, 3]

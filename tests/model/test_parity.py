@@ -48,6 +48,7 @@ def test_smollm2_from_gguf_equals_transformers(smollm2):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of the reference libraries
 @pytest.mark.parametrize("name", NAMES)
 def test_live_logits_equal_transformers(name):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -60,6 +61,7 @@ def test_live_logits_equal_transformers(name):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of the reference libraries
 def test_live_smollm2_equals_transformers(smollm2):
     """transformers reads our converted folder as it reads any other: same numbers, same end ids."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -34,11 +34,20 @@ def _map_layers(function: Any, *kvs: Any, unrolled: bool) -> Any:
 
 
 def prefill(
-    config: ModelConfig, params: Params, bank: Bank, tokens_BT: jax.Array, prompt_length_B: jax.Array, adapter_slot_B: jax.Array
+    config: ModelConfig,
+    num_prefix_rows: int,
+    params: Params,
+    bank: Bank,
+    tokens_BT: jax.Array,
+    prompt_length_B: jax.Array,
+    adapter_slot_B: jax.Array,
 ) -> Prefix:
-    """Returns the prefix of right-padded prompts of 1 to T tokens, each under its own adapter."""
+    """Returns the prefix of right-padded prompts of 1 to T tokens, each under its own adapter.
+
+    Its rows are filled up to `num_prefix_rows` with empty ones, so that one insert program serves any number of prompts.
+    """
     unrolled = is_unrolled(params)
-    num_rows, num_tokens = tokens_BT.shape
+    num_tokens = tokens_BT.shape[1]
     length_B = prompt_length_B - 1
     positions = jnp.broadcast_to(jnp.arange(num_tokens), tokens_BT.shape)
     sides = apply.gather_blocks(bank, adapter_slot_B, unrolled)
@@ -48,12 +57,15 @@ def prefill(
     is_used_BT = positions < length_B[:, None]
     last = kv[-1] if unrolled else jax.tree.map(lambda x: x[-1], kv)
     bad_BT = jax.tree.reduce(jnp.logical_or, jax.tree.map(lambda x: ~jnp.isfinite(x).all(axis=(2, 3)), last))
+    fill = num_prefix_rows - tokens_BT.shape[0]
+    rows_first = lambda x: jnp.pad(x, ((0, fill), *[(0, 0)] * (x.ndim - 1)))
+    kv = jax.tree.map(attention.finite, kv)
     return Prefix(
-        kv=jax.tree.map(attention.finite, kv),
-        length_B=length_B,
-        token_B=jnp.take_along_axis(tokens_BT, length_B[:, None], axis=1)[:, 0],
-        adapter_slot_B=adapter_slot_B,
-        finite_B=~(bad_BT & is_used_BT).any(-1),
+        kv=_map_layers(rows_first, kv, unrolled=unrolled),
+        length_B=rows_first(length_B),
+        token_B=rows_first(jnp.take_along_axis(tokens_BT, length_B[:, None], axis=1)[:, 0]),
+        adapter_slot_B=rows_first(adapter_slot_B),
+        finite_B=rows_first(~(bad_BT & is_used_BT).any(-1)),
     )
 
 
@@ -121,9 +133,9 @@ def decode_chunk(
     """Returns the state after up to `num_steps` tokens of every running row of `order_R`, and what was sampled.
 
     order_R: decode slots in block order, each at most once; all of them, or fewer. sides: the adapters of the blocks of rows
-    (form "blocks", from `gather_blocks`) or of the whole bank (form "onehot", from `gather_all`). keep_S: False ends a row without an answer.
-    num_context must pass every position that a running row can reach. The loop ends early when no row runs. The result is
-    laid out by `unpack`, in slot order.
+    (form "blocks") or of the whole bank in order (form "onehot", from `gather_all`). keep_S: False ends a row without an
+    answer. num_context must pass every position that a running row can reach. The loop ends early when no row runs. The
+    result is read by `unpack`, in slot order.
     """
     capacity = state.kv[0][0].shape[-2] if isinstance(state.kv[0], tuple) else state.kv[0].shape[-2]
     num_slots = state.token_S.shape[0]
@@ -235,9 +247,10 @@ def score(config: ModelConfig, params: Params, bank: Bank, tokens_T: jax.Array, 
     return jnp.concatenate([jnp.zeros((1,), jnp.float32), logprobs_T[:-1]])
 
 
-jit_prefill = jax.jit(prefill, static_argnames=("config",))
+jit_prefill = jax.jit(prefill, static_argnames=("config", "num_prefix_rows"))
 jit_insert = jax.jit(insert, donate_argnames=("state",))
 jit_gather = jax.jit(apply.gather_blocks, static_argnames=("unrolled",))
+jit_update_blocks = jax.jit(apply.update_blocks, static_argnames=("unrolled",), donate_argnames=("sides",))
 jit_gather_all = jax.jit(apply.gather_all, static_argnames=("unrolled",))
 jit_decode_chunk = jax.jit(
     decode_chunk, static_argnames=("config", "num_steps", "num_context", "form"), donate_argnames=("state",)

@@ -1,12 +1,14 @@
 """Lays the adapters of a bank over the base model through the transformer's projection hook.
 
 Block-gather: rows come in `NB` equal blocks, each block under one adapter (a GRPO group; several groups of one job; or
-single rows). The blocks' adapters are gathered once per dispatch, the scale folded in there and nowhere else.
+single rows). The blocks' adapters are copied out of the bank once, the scale folded in there and nowhere else; a sampler keeps
+the copy and replaces the blocks whose adapter changes.
 
-One-hot: rows come in any order, all adapters of the bank are multiplied with every row and a mask keeps each row's own. Floating
-point work grows with A * R, so it is for matrix units while A * R is a few hundred. Both give the same numbers.
+One-hot: rows come in any order, all adapters of the bank are multiplied with every row and a mask keeps each row's own.
+Floating point work grows with A * R, so it is for matrix units while A * R is a few hundred. Both give the same numbers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,33 +18,51 @@ from marlaas_jax.lora.bank import Bank
 from marlaas_jax.model.transformer import Project
 
 
-def gather_blocks(bank: Bank, adapter_slot_NB: jax.Array, unrolled: bool) -> Any:
-    """Returns the `sides` of `transformer.forward`: per layer, target -> {"down": [NB, R, D], "up": [NB, R, F], scaled}."""
-    scale = bank.scale_A[adapter_slot_NB][:, None, None]
+Sides = Any  # per layer: target -> {"down": [NB, R, D], "up": [NB, R, F], scaled}; a tuple, or arrays with a leading L
 
-    def of_layer(layer: int) -> dict[str, dict[str, jax.Array]]:
-        side = {}
-        for target, factors in bank.weights.items():
-            up = factors["up"][adapter_slot_NB, layer]
-            side[target] = {"down": factors["down"][adapter_slot_NB, layer], "up": (up * scale).astype(up.dtype)}
-        return side
 
+def _of_layers(bank: Bank, unrolled: bool, of_layer: Callable[[int, str, jax.Array], jax.Array]) -> Sides:
+    """Returns sides whose arrays are `of_layer(layer, "down" or "up", stack [A, L, R, width])`."""
     num_layers = next(iter(bank.weights.values()))["down"].shape[1]
-    sides = tuple(of_layer(i) for i in range(num_layers))
+    sides = tuple(
+        {t: {f: of_layer(i, f, stack) for f, stack in factors.items()} for t, factors in bank.weights.items()}
+        for i in range(num_layers)
+    )
     return sides if unrolled else jax.tree.map(lambda *xs: jnp.stack(xs), *sides)
 
 
-def block_project(name: str, x: jax.Array, weight: jax.Array, side: dict[str, dict[str, jax.Array]]) -> jax.Array:
-    """Returns x @ weight plus each block's low-rank update, accumulated in float32; x [B, ..., D] with B a multiple of NB."""
-    down, up = side[name]["down"], side[name]["up"]
-    blocks = x.reshape(down.shape[0], -1, x.shape[-1])
-    low = jnp.einsum("nsd,nrd->nsr", blocks, down, preferred_element_type=jnp.float32)
-    delta = jnp.einsum("nsr,nrf->nsf", low.astype(up.dtype), up, preferred_element_type=jnp.float32)
-    y = x @ weight
-    return y + delta.reshape(y.shape).astype(y.dtype)
+def gather_blocks(bank: Bank, adapter_slot_NB: jax.Array, unrolled: bool) -> Sides:
+    """Returns the `sides` of `transformer.forward` for blocks under the given adapters."""
+    scale = bank.scale_A[adapter_slot_NB][:, None, None]
+
+    def pick(layer: int, factor: str, stack: jax.Array) -> jax.Array:
+        blocks = stack[adapter_slot_NB, layer]
+        return (blocks * scale).astype(blocks.dtype) if factor == "up" else blocks
+
+    return _of_layers(bank, unrolled, pick)
 
 
-def gather_all(bank: Bank, unrolled: bool) -> Any:
+def empty_blocks(bank: Bank, num_blocks: int, unrolled: bool) -> Sides:
+    """Returns sides of zeros: every block under the null adapter."""
+    return _of_layers(bank, unrolled, lambda layer, factor, stack: jnp.zeros((num_blocks, *stack.shape[2:]), stack.dtype))
+
+
+def update_blocks(bank: Bank, sides: Sides, block: jax.Array, adapter_slot: jax.Array, count: jax.Array, unrolled: bool) -> Sides:
+    """Returns the sides with blocks `block[:count]` put under adapters `adapter_slot[:count]`.
+
+    Jit with the sides donated: only those blocks are written. Copying all of 32 adapters of a 135M model takes as long as
+    several decode steps, and from one dispatch to the next few blocks change hands.
+    """
+
+    def place(i: jax.Array, sides: Sides) -> Sides:
+        one = gather_blocks(bank, adapter_slot[i][None], unrolled)
+        put = lambda all_blocks, new: jax.lax.dynamic_update_slice_in_dim(all_blocks, new, block[i], axis=0 if unrolled else 1)
+        return jax.tree.map(put, sides, one)
+
+    return jax.lax.fori_loop(0, count, place, sides)
+
+
+def gather_all(bank: Bank, unrolled: bool) -> Sides:
     """Returns the sides for `onehot_project`: `gather_blocks` of all adapters in order, safe to multiply with any row.
 
     Zero times nan is nan, so an adapter with a broken `up` gets it zeroed and its `down` made nan: its own rows still show it.
@@ -54,6 +74,16 @@ def gather_all(bank: Bank, unrolled: bool) -> Any:
 
     sound = Bank({target: safe(factors) for target, factors in bank.weights.items()}, bank.scale_A)
     return gather_blocks(sound, jnp.arange(bank.num_slots), unrolled)
+
+
+def block_project(name: str, x: jax.Array, weight: jax.Array, side: dict[str, dict[str, jax.Array]]) -> jax.Array:
+    """Returns x @ weight plus each block's low-rank update, accumulated in float32; x [B, ..., D] with B a multiple of NB."""
+    down, up = side[name]["down"], side[name]["up"]
+    blocks = x.reshape(down.shape[0], -1, x.shape[-1])
+    low = jnp.einsum("nsd,nrd->nsr", blocks, down, preferred_element_type=jnp.float32)
+    delta = jnp.einsum("nsr,nrf->nsf", low.astype(up.dtype), up, preferred_element_type=jnp.float32)
+    y = x @ weight
+    return y + delta.reshape(y.shape).astype(y.dtype)
 
 
 def onehot_project(adapter_slot_B: jax.Array) -> Project:

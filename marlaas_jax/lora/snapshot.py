@@ -21,7 +21,7 @@ class Snapshot:
 
 
 @jax.jit
-def _checksum(weights: Weights, scale: jax.Array) -> jax.Array:
+def checksum(weights: Weights, scale: jax.Array) -> jax.Array:
     """Returns two uint32 sums over every bit of the arrays, each element weighted by its position and its array's name."""
     total = jnp.zeros((2,), jnp.uint32)
     for i, leaf in enumerate([*jax.tree.leaves(weights), scale.astype(jnp.float32)[None]]):
@@ -39,5 +39,10 @@ def _checksum(weights: Weights, scale: jax.Array) -> jax.Array:
 
 def fingerprint(weights: Weights, scale: jax.Array | float) -> str:
     """Returns 16 hex digits that change with any bit of the weights or the scale, equal on every backend and layout."""
-    high, low = jax.device_get(_checksum(weights, jnp.asarray(scale, jnp.float32)))
+    return as_text(checksum(weights, jnp.asarray(scale, jnp.float32)))
+
+
+def as_text(sums: jax.Array) -> str:
+    """Returns what `checksum` gave as a fingerprint."""
+    high, low = jax.device_get(sums)
     return f"{int(high):08x}{int(low):08x}"

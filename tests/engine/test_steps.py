@@ -41,7 +41,7 @@ def start(world, rows: list[Row], state=None, pad_to: int = 16):
         tokens[i, : len(row.prompt)] = row.prompt
     lengths = np.asarray([len(row.prompt) for row in rows], np.int32)
     adapters = np.asarray([row.adapter_slot for row in rows], np.int32)
-    prefix = steps.jit_prefill(world.config, world.params, world.bank, tokens, lengths, adapters)
+    prefix = steps.jit_prefill(world.config, NUM_SLOTS, world.params, world.bank, tokens, lengths, adapters)
     entries = [(row.slot, i, row.settings) for i, row in enumerate(rows)]
     return steps.jit_insert(state, prefix, states.insert_rows(entries, NUM_SLOTS))
 
@@ -165,7 +165,7 @@ def test_a_group_from_one_prefill_equals_separate_prefills(unrolled):
     tokens = np.zeros((2, 16), np.int32)
     tokens[1, :4] = prompt
     lengths, adapters = np.asarray([1, 4], np.int32), np.asarray([0, 2], np.int32)
-    prefix = steps.jit_prefill(unrolled.config, unrolled.params, unrolled.bank, tokens, lengths, adapters)
+    prefix = steps.jit_prefill(unrolled.config, NUM_SLOTS, unrolled.params, unrolled.bank, tokens, lengths, adapters)
     state = states.empty_state(unrolled.config, NUM_SLOTS, CONTEXT, jnp.float32, True)
     state = steps.jit_insert(state, prefix, states.insert_rows([(r.slot, 1, r.settings) for r in group], NUM_SLOTS))
     run(unrolled, group, state)

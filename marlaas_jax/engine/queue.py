@@ -1,0 +1,84 @@
+"""One queue per job; the job furthest behind its weighted share of tokens goes first.
+
+A job's share is counted as tokens served over its weight. A job that comes back from idling starts level with the job that is
+furthest behind, so idling earns nothing. When the job at the front cannot start (no adapter slot is free), others may
+overtake it, but by no more than `max_overtaking_tokens` together: then only what has begun goes on, and that ends in bounded
+time.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+@dataclasses.dataclass
+class _Job(Generic[Item]):
+    weight: float
+    items: deque[Item]
+    served: float = 0.0  # tokens over weight
+    overtaken_tokens: float = 0.0  # what others were served since this job was first passed over
+
+
+class FairQueue(Generic[Item]):
+    """First come, first served within a job; weighted fair between jobs."""
+
+    def __init__(self, max_overtaking_tokens: float):
+        self.max_overtaking_tokens = max_overtaking_tokens
+        self._jobs: dict[str, _Job[Item]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(job.items) for job in self._jobs.values())
+
+    def lengths(self) -> dict[str, int]:
+        """Returns the number of waiting items of each job that has any."""
+        return {name: len(job.items) for name, job in self._jobs.items() if job.items}
+
+    def push(self, name: str, item: Item, weight: float = 1.0) -> None:
+        """Appends an item; `weight` is the job's from now on."""
+        if name not in self._jobs:
+            self._jobs[name] = _Job(weight, deque())
+        job = self._jobs[name]
+        if not job.items:
+            waiting = [other.served for other in self._jobs.values() if other.items]
+            job.served = max(job.served, min(waiting, default=job.served))
+            job.overtaken_tokens = 0.0
+        job.served *= job.weight / weight  # tokens stay what they are
+        job.weight = weight
+        job.items.append(item)
+
+    def next(self, fits: Callable[[Item], bool], has_begun: Callable[[Item], bool]) -> tuple[str, Item] | None:
+        """Returns (job, its first item) of the job that may start now, without removing it; None if none may.
+
+        fits: the item could start now. has_begun: a part of it has, so that others wait for what it holds.
+        """
+        waiting = sorted((job.served, name) for name, job in self._jobs.items() if job.items)
+        is_held_up = False
+        for _, name in waiting:
+            job = self._jobs[name]
+            if fits(job.items[0]) and (has_begun(job.items[0]) or not is_held_up):
+                return name, job.items[0]
+            is_held_up |= job.overtaken_tokens >= self.max_overtaking_tokens
+        return None
+
+    def charge(self, name: str, tokens: float) -> None:
+        """Counts tokens as served to a job: an estimate when it starts, a correction (perhaps negative) when it ends."""
+        if name not in self._jobs:
+            return
+        job = self._jobs[name]
+        for other in self._jobs.values():
+            if other is not job and other.items and other.served < job.served:
+                other.overtaken_tokens += max(tokens, 0.0)
+        job.served += tokens / job.weight
+        job.overtaken_tokens = 0.0
+
+    def remove(self, name: str, item: Item) -> None:
+        """Takes out one item: it has started in full, or was cancelled."""
+        self._jobs[name].items.remove(item)
+
+    def forget(self, name: str) -> list[Item]:
+        """Takes a job out, and returns what was waiting."""
+        job = self._jobs.pop(name, None)
+        return [] if job is None else list(job.items)

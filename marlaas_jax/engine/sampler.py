@@ -1,0 +1,414 @@
+"""The request loop: continuous batching over one engine, for many jobs. Single-threaded; one bounded dispatch per `step`.
+
+A request takes its adapter slot and decode slots together or waits. A group larger than the free slots starts in parts, from
+one prefill that is kept for it. Finished rows are refilled between dispatches. Each request runs under one snapshot, resolved
+when it starts and pinned to its end; publishing never disturbs what runs. On accelerators one dispatch runs ahead while
+the one before is read; on a CPU, where the host would take the cores from the device, each is read at once.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from marlaas_jax.engine import compiles, plan, steps
+from marlaas_jax.engine.engine import EngineParams, EngineSettings, MarlaasEngine
+from marlaas_jax.engine.queue import FairQueue
+from marlaas_jax.engine.requests import Request, Row, answer, refusal
+from marlaas_jax.engine.residency import NULL_SLOT, Residency
+from marlaas_jax.engine.snapshots import SnapshotKey, SnapshotStore, key_of
+from marlaas_jax.engine.warmup import warm
+from marlaas_jax.errors import InvalidRequest
+from marlaas_jax.lora.snapshot import Snapshot
+from marlaas_jax.messages import Generate, Generated
+from marlaas_jax.model.config import ModelConfig
+from marlaas_jax.model.transformer import Params
+from marlaas_jax.text.tokenizer import Tokenizer
+
+LATEST, BASE_MODEL = -1, -2  # values of Generate.version
+_NULL = (NULL_SLOT, 0)
+
+
+@dataclasses.dataclass
+class _Dispatch:
+    """A decode dispatch whose result has not been read."""
+
+    result: Any
+    rows: dict[int, Row]  # by decode slot, as they were when it started
+    name: str
+    started_s: float
+
+
+def _has_begun(request: Request) -> bool:
+    return request.is_admitted
+
+
+class Sampler:
+    """Answers Generate messages; `step` returns what has finished."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        settings: EngineSettings,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float],
+        run_ahead: bool | None = None,
+    ):
+        """`run_ahead` None: by backend, as the module says."""
+        self.engine = MarlaasEngine(config, settings, tokenizer, tokenizer.end_ids)
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._run_ahead = jax.default_backend() != "cpu" if run_ahead is None else run_ahead
+        self._params: EngineParams = self.engine.load_params(params)
+        self._state = self.engine.init_decode_state()
+        # By number of blocks: copies of their adapters, made when first used; which (adapter slot, writes) each block holds.
+        self._sides: dict[int, Any] = {}
+        self._held: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._writes = [0] * settings.num_adapter_slots  # how often each adapter slot was written
+        self._residency = Residency(settings.num_adapter_slots)
+        self._snapshots = SnapshotStore()
+        self._queue: FairQueue[Request] = FairQueue(4.0 * settings.num_decode_slots * settings.max_context)
+        self._requests: dict[str, Request] = {}
+        self._rows: dict[int, Row] = {}  # running, by decode slot
+        self._in_flight: list[_Dispatch] = []
+        self._ended: list[Generated] = []  # answers that no dispatch gives
+        self._mean_tokens: dict[str, float] = {}  # of a job's completions so far, for its charge in the queue
+        self._cost_s: dict[str, float] = {}  # program -> recent seconds of a dispatch
+        self._last_collected_s = float("-inf")
+        self._compiles_at_warmup: int | None = None
+        self.busy_s: dict[str, float] = defaultdict(float)  # by stage: "prefill", "decode", "publish"
+        self.busy_by_job_s: dict[str, float] = defaultdict(float)
+        self.sampled_tokens: dict[str, int] = defaultdict(int)  # by job, since the start
+        self.prefilled_tokens: dict[str, int] = defaultdict(int)
+
+    # ---- requests
+
+    def submit(self, message: Generate) -> None:
+        """Queues a request. One that cannot be served is answered with an error by the next `step`; a repeat is ignored."""
+        if message.request_id in self._requests:
+            return
+        request = Request(message, frozenset((*self.engine.end_ids, *message.sampling.stop_token_ids)))
+        reason, error = self._refusal(message)
+        if reason or not message.seeds:
+            latest = self._latest_version(message.job)
+            self._ended += [answer(request, i, reason, latest, error=error) for i in range(request.num_samples)]
+            return
+        if message.version >= 0:
+            request.pinned_version = SnapshotKey(message.job, message.incarnation, message.version)
+            self._snapshots.use(request.pinned_version)
+        self._requests[message.request_id] = request
+        self._queue.push(message.job, request, message.weight)
+
+    def _refusal(self, message: Generate) -> tuple[str, str]:
+        """Returns (finish reason, error) of a request that ends before it starts, else two empty strings."""
+        latest = self._snapshots.latest(message.job)
+        if message.version != BASE_MODEL:
+            if latest is None or latest.incarnation != message.incarnation:
+                return "error", f"job={message.job!r}: incarnation {message.incarnation} has no published snapshot"
+            key = SnapshotKey(message.job, message.incarnation, message.version)
+            if message.version != LATEST and self._snapshots.get(key) is None:
+                return "error", f"version={message.version}: not kept; the latest of job {message.job!r} is {latest.version}"
+        return refusal(message, self.engine.config.vocab_size, self.engine.settings.max_context)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request's samples; each answers "cancelled" with the tokens it has. Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        for row in [row for row in self._rows.values() if row.request is request]:
+            row.finish_reason = "cancelled"
+            self._finish(row)
+        if request.num_started < request.num_samples:
+            self._queue.remove(request.message.job, request)
+            latest = self._latest_version(request.message.job)
+            waiting = range(request.num_started, request.num_samples)
+            self._ended += [answer(request, i, "cancelled", latest) for i in waiting]
+            self._end_request(request)
+
+    def forget(self, job: str) -> None:
+        """Cancels a job's requests and drops its snapshots."""
+        for request in [r for r in self._requests.values() if r.message.job == job]:
+            self.cancel(request.message.request_id)
+        self._queue.forget(job)
+        self._drop(self._snapshots.forget(job))
+        self._mean_tokens.pop(job, None)
+
+    # ---- snapshots
+
+    def publish(self, snapshot: Snapshot) -> str:
+        """Makes a snapshot its job's latest and resident; returns the fingerprint of what stands in the bank afterwards."""
+        start = self._clock()
+        # Its predecessor goes first, if nothing runs under it, so that no other job's snapshot is pushed out for it.
+        self._drop(self._snapshots.publish(snapshot))
+        slot = self._make_resident(snapshot, self._residency.place)
+        fingerprint = self.engine.fingerprint(self._params, slot)
+        self._account("publish", self._clock() - start, {snapshot.job: 1.0})
+        return fingerprint
+
+    def score(self, job: str, version: int, token_ids: Sequence[int]) -> np.ndarray:
+        """Returns log-probabilities of token_ids[1:] under a snapshot (-1: the latest, -2: the base) as the sampler has it."""
+        slot = NULL_SLOT
+        if version != BASE_MODEL:
+            latest = self._snapshots.latest(job)
+            snapshot = latest
+            if latest is not None and version != LATEST:
+                snapshot = self._snapshots.get(SnapshotKey(job, latest.incarnation, version))
+            if snapshot is None:
+                raise InvalidRequest(f"version={version}: job {job!r} has no such snapshot here")
+            slot = self._make_resident(snapshot, self._residency.place)
+        return self.engine.score(self._params, token_ids, slot)
+
+    def _make_resident(self, snapshot: Snapshot, place: Callable[[SnapshotKey], tuple[int, bool]]) -> int:
+        slot, is_missing = place(key_of(snapshot))
+        if is_missing:
+            self._params = self.engine.write_adapter(self._params, slot, snapshot.weights, snapshot.scale)
+            self._writes[slot] += 1
+        return slot
+
+    def _drop(self, keys: list[SnapshotKey]) -> None:
+        for key in keys:
+            self._residency.drop(key)
+
+    def _latest_version(self, job: str) -> int:
+        latest = self._snapshots.latest(job)
+        return LATEST if latest is None else latest.version
+
+    # ---- the loop
+
+    def has_work(self) -> bool:
+        """True if `step` would do or return anything."""
+        return bool(self._ended or self._in_flight or self._rows or len(self._queue))
+
+    def step(self) -> list[Generated]:
+        """Runs one dispatch - a prefill with its inserts, or a decode chunk - and returns the completions that are known."""
+        if self._in_flight and len(self._queue):
+            self._collect(len(self._in_flight))  # who waits may start in what that frees
+        launched = self._admit() or self._decode()
+        keep = 1 if launched and self._run_ahead and not len(self._queue) else 0
+        self._collect(len(self._in_flight) - keep)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def next_cost_s(self) -> float:
+        """Returns how long the next dispatch will take, as the recent ones of its kind did; 0 while none has run."""
+        kind = "prefill" if self._first_to_start() is not None else "decode"
+        return max((cost for name, cost in self._cost_s.items() if name.startswith(kind)), default=0.0)
+
+    def _first_to_start(self) -> Request | None:
+        found = self._queue.next(self._fits, _has_begun)
+        return None if found is None else found[1]
+
+    def _fits(self, request: Request) -> bool:
+        if len(self._rows) >= self.engine.settings.num_decode_slots:
+            return False
+        if request.is_admitted or request.message.version == BASE_MODEL:
+            return True
+        return self._residency.can_pin(self._key_for(request))
+
+    def _key_for(self, request: Request) -> SnapshotKey:
+        message = request.message
+        if request.pinned_version is not None:
+            return request.pinned_version
+        return key_of(self._snapshots.latest(message.job))
+
+    def _admit(self) -> bool:
+        """Starts what may start, in one prefill at most. Returns True if that was a prefill; inserts alone are no dispatch."""
+        batch: list[Request] = []
+        starting: list[tuple[Request, list[Row]]] = []
+        length = 0
+
+        def fits(request: Request) -> bool:
+            if not self._fits(request):
+                return False
+            if request.prefix is not None:
+                return True
+            wanted = self.engine.buckets.prefill_length(len(request.message.prompt_ids))
+            return len(batch) < self.engine.buckets.prefill_rows[-1] and length in (0, wanted)
+
+        while (found := self._queue.next(fits, _has_begun)) is not None:
+            job, request = found
+            if not request.is_admitted:
+                self._take_adapter(request)
+            if request.prefix is None:
+                length = self.engine.buckets.prefill_length(len(request.message.prompt_ids))
+                batch.append(request)
+                self._queue.charge(job, len(request.message.prompt_ids))
+                self.prefilled_tokens[job] += len(request.message.prompt_ids)
+            starting.append((request, self._take_slots(request)))
+        if not starting:
+            return False
+        self._start(batch, starting)
+        return bool(batch)
+
+    def _take_adapter(self, request: Request) -> None:
+        request.is_admitted = True
+        if request.message.version == BASE_MODEL:
+            return
+        key = self._key_for(request)
+        request.snapshot = self._snapshots.get(key)
+        self._snapshots.use(key)
+        slot = self._make_resident(request.snapshot, self._residency.pin)
+        request.adapter_slot = (slot, self._writes[slot])
+
+    def _take_slots(self, request: Request) -> list[Row]:
+        free = [s for s in range(self.engine.settings.num_decode_slots) if s not in self._rows]
+        job = request.message.job
+        rows = []
+        for slot in free[: request.num_samples - request.num_started]:
+            row = Row(request, request.num_started, slot, self._tokenizer)
+            row.charged_tokens = self._expected_tokens(request)
+            self._rows[slot] = row
+            request.num_started += 1
+            rows.append(row)
+        self._queue.charge(job, sum(row.charged_tokens for row in rows))
+        if request.num_started == request.num_samples:
+            self._queue.remove(job, request)
+        return rows
+
+    def _expected_tokens(self, request: Request) -> float:
+        limit = request.message.sampling.max_tokens
+        return min(limit, self._mean_tokens.get(request.message.job, limit))
+
+    def _start(self, batch: list[Request], starting: list[tuple[Request, list[Row]]]) -> None:
+        start = self._clock()
+        if batch:
+            prompts = [request.message.prompt_ids for request in batch]
+            prefix = self.engine.prefill_rows(self._params, prompts, [request.adapter_slot[0] for request in batch])
+            for i, request in enumerate(batch):
+                request.prefix = (prefix, i)
+        entries: dict[int, list] = defaultdict(list)
+        prefixes: dict[int, Any] = {}
+        for request, rows in starting:
+            prefix, source = request.prefix
+            prefixes[id(prefix)] = prefix
+            entries[id(prefix)] += [(row.slot, source, request.settings(row.sample)) for row in rows]
+            if request.num_started == request.num_samples:
+                request.prefix = None
+        for name, prefix in prefixes.items():
+            self._state = self.engine.insert_rows(self._state, prefix, entries[name])
+        if batch:
+            if not self._run_ahead:
+                jax.block_until_ready(self._state.token_S)
+            tokens = {request.message.job: 0.0 for request in batch}
+            for request in batch:
+                tokens[request.message.job] += len(request.message.prompt_ids)
+            self._measure("prefill", f"prefill {len(batch)}", self._clock() - start, tokens)
+
+    def _decode(self) -> bool:
+        """Launches a decode chunk for the running rows. Returns False if there are none."""
+        if not self._rows:
+            return False
+        settings, buckets = self.engine.settings, self.engine.buckets
+        start = self._clock()
+        adapters = {slot: row.request.adapter_slot for slot, row in self._rows.items()}
+        arranged = plan.arrange(buckets.forms, adapters, settings.num_decode_slots, self._held, _NULL)
+        sides = self._place(arranged)
+        pending = 1 + len(self._in_flight)
+        reach = max(row.num_positions for row in self._rows.values()) + pending * settings.decode_steps
+        context = buckets.context_length(reach)
+        keep = np.zeros(settings.num_decode_slots, bool)
+        keep[list(self._rows)] = True
+        self._state, result = self.engine.decode(self._params, self._state, sides, arranged, context, keep)
+        result.copy_to_host_async()
+        name = f"decode {arranged.form.num_rows}x{arranged.form.block} {context}"
+        self._in_flight.append(_Dispatch(result, dict(self._rows), name, start))
+        return True
+
+    def _place(self, arranged: plan.Plan) -> Any:
+        """Returns the blocks of the plan's form with the plan's adapters in them."""
+        count = arranged.form.num_blocks
+        if count not in self._sides:
+            self._sides[count] = self.engine.empty_blocks(self._params, count)
+            self._held[count] = (_NULL,) * count
+        pairs = enumerate(zip(arranged.adapters, self._held[count], strict=True))
+        changes = {i: new[0] for i, (new, old) in pairs if new != old}
+        if changes:
+            self._sides[count] = self.engine.place_blocks(self._params, self._sides[count], changes)
+            self._held[count] = arranged.adapters
+        return self._sides[count]
+
+    def _collect(self, count: int) -> None:
+        """Reads the oldest `count` dispatches and ends the rows that they finished."""
+        for _ in range(count):
+            dispatch = self._in_flight.pop(0)
+            chunk = steps.unpack(np.asarray(dispatch.result.data))
+            now = self._clock()
+            tokens: dict[str, float] = defaultdict(float)
+            for slot, row in dispatch.rows.items():
+                tokens[row.request.message.job] += 1.0
+                if self._rows.get(slot) is not row:
+                    continue  # ended since: cancelled, or by a stop string in the dispatch before
+                before = len(row.token_ids)
+                row.take(chunk)
+                self.sampled_tokens[row.request.message.job] += len(row.token_ids) - before
+                if row.finish_reason:
+                    self._finish(row)
+            # While another dispatch runs ahead, this one's time begins where the one before it ended.
+            began = max(dispatch.started_s, self._last_collected_s)
+            self._last_collected_s = now
+            self._measure("decode", dispatch.name, now - began, tokens)
+
+    def _finish(self, row: Row) -> None:
+        """Frees a row's slot and queues its answer."""
+        del self._rows[row.slot]
+        request, job = row.request, row.request.message.job
+        count = len(row.token_ids)
+        self._queue.charge(job, count - row.charged_tokens)
+        self._mean_tokens[job] = 0.9 * self._mean_tokens.get(job, float(count)) + 0.1 * count
+        self._ended.append(row.result(self._latest_version(job)))
+        request.num_ended += 1
+        if request.num_ended == request.num_samples:
+            self._end_request(request)
+
+    def _end_request(self, request: Request) -> None:
+        del self._requests[request.message.request_id]
+        request.prefix = None
+        if request.snapshot is not None:
+            key = key_of(request.snapshot)
+            self._residency.unpin(key)
+            self._drop(self._snapshots.release(key))
+        if request.pinned_version is not None:
+            self._drop(self._snapshots.release(request.pinned_version))
+
+    # ---- figures
+
+    def _measure(self, stage: str, name: str, seconds: float, share: dict[str, float]) -> None:
+        self._cost_s[name] = seconds if name not in self._cost_s else 0.7 * self._cost_s[name] + 0.3 * seconds
+        self._account(stage, seconds, share)
+
+    def _account(self, stage: str, seconds: float, share: dict[str, float]) -> None:
+        self.busy_s[stage] += seconds
+        total = sum(share.values())
+        for job, part in share.items():
+            self.busy_by_job_s[job] += seconds * part / total
+
+    def counters(self) -> dict[str, float]:
+        """Returns what the sampler holds now."""
+        return {
+            "engine/running_rows": len(self._rows),
+            "engine/decode_slots": self.engine.settings.num_decode_slots,
+            "engine/waiting_requests": len(self._queue),
+            "engine/resident_snapshots": len(self._residency.resident),
+            "engine/pinned_snapshots": self._residency.num_pinned,
+            "engine/kept_snapshots": len(self._snapshots),
+            "engine/sampled_tokens": sum(self.sampled_tokens.values()),
+            "engine/prefilled_tokens": sum(self.prefilled_tokens.values()),
+        }
+
+    def queued(self) -> dict[str, int]:
+        """Returns the number of waiting requests by job."""
+        return self._queue.lengths()
+
+    def compiles_since_warmup(self) -> int:
+        """Returns how many programs this process has compiled since `warmup`; all of them if that never ran."""
+        return compiles.count() - (self._compiles_at_warmup or 0)
+
+    def warmup(self, progress: Callable[[str], None] = lambda name: None) -> None:
+        """Compiles every program, calling `progress` with the name of each. Nothing may be running."""
+        assert not self._rows and not self._in_flight, "warm up before the first request"
+        self._params, self._state = warm(self.engine, self._params, self._state, progress)
+        self._compiles_at_warmup = compiles.count()

@@ -1,0 +1,69 @@
+"""The snapshots that a sampler keeps: each job's latest and those that a request still names. The rest die at once."""
+
+from typing import NamedTuple
+
+from marlaas_jax.lora.snapshot import Snapshot
+
+
+class SnapshotKey(NamedTuple):
+    """A snapshot's name, which never means two different weights."""
+
+    job: str
+    incarnation: int
+    version: int
+
+
+def key_of(snapshot: Snapshot) -> SnapshotKey:
+    """Returns the snapshot's name."""
+    return SnapshotKey(snapshot.job, snapshot.incarnation, snapshot.version)
+
+
+class SnapshotStore:
+    """Snapshots by name, with a count of who uses each."""
+
+    def __init__(self) -> None:
+        self._snapshots: dict[SnapshotKey, Snapshot] = {}
+        self._latest: dict[str, SnapshotKey] = {}
+        self._uses: dict[SnapshotKey, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._snapshots)
+
+    def latest(self, job: str) -> Snapshot | None:
+        """Returns the job's newest snapshot."""
+        key = self._latest.get(job)
+        return None if key is None else self._snapshots[key]
+
+    def get(self, key: SnapshotKey) -> Snapshot | None:
+        """Returns a snapshot if it is still kept."""
+        return self._snapshots.get(key)
+
+    def publish(self, snapshot: Snapshot) -> list[SnapshotKey]:
+        """Makes a snapshot the job's latest; returns the names of those that died."""
+        key = key_of(snapshot)
+        self._snapshots[key] = snapshot
+        before = self._latest.get(snapshot.job)
+        self._latest[snapshot.job] = key
+        return [] if before is None or before == key else self._collect(before)
+
+    def use(self, key: SnapshotKey) -> None:
+        """Keeps a snapshot until as many `release`."""
+        self._uses[key] = self._uses.get(key, 0) + 1
+
+    def release(self, key: SnapshotKey) -> list[SnapshotKey]:
+        """Takes back one `use`; returns the names of those that died."""
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            del self._uses[key]
+        return self._collect(key)
+
+    def forget(self, job: str) -> list[SnapshotKey]:
+        """Drops a job's latest; returns the names of those that died."""
+        key = self._latest.pop(job, None)
+        return [] if key is None else self._collect(key)
+
+    def _collect(self, key: SnapshotKey) -> list[SnapshotKey]:
+        if key in self._uses or self._latest.get(key.job) == key or key not in self._snapshots:
+            return []
+        del self._snapshots[key]
+        return [key]

@@ -6,11 +6,13 @@ Nothing is executed: there are no names, calls, attributes or strings, and every
 import ast
 import math
 import operator
+import threading
 
 MAX_CHARACTERS = 200
 MAX_BITS = 2048  # of any whole number on the way
 MAX_EXPONENT = 256
 _DIGITS = 12  # of a fraction shown
+_parser = threading.Lock()  # CPython 3.11 counts the depth of all threads' trees together and may then raise SystemError
 
 _BINARY = {
     ast.Add: operator.add,
@@ -31,7 +33,8 @@ def calculate(expression: str) -> str:
     if len(expression) > MAX_CHARACTERS:
         raise CalculatorError(f"longer than {MAX_CHARACTERS} characters")
     try:
-        tree = ast.parse(expression.strip().replace("^", "**").replace(",", ""), mode="eval")
+        with _parser:
+            tree = ast.parse(expression.strip().replace("^", "**").replace(",", ""), mode="eval")
         value = _value(tree.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise CalculatorError("not an expression of numbers and + - * / // % **") from None

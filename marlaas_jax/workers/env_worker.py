@@ -303,6 +303,13 @@ def _find_family(name: str, args: dict[str, Any]) -> EnvFamily | str:
     return family
 
 
+async def _serve(client: Client) -> None:
+    """Ends the process itself: leaving the loop would wait for coroutines that refuse to be cancelled."""
+    code = await EnvWorker(client).run()
+    client.close(flush_s=1.0)
+    _exit(code)
+
+
 def _exit(code: int) -> None:
     """Ends the process at once: threads of users' that hang must not hold it."""
     logging.shutdown()
@@ -327,9 +334,7 @@ def main() -> None:
     except WorkerLost as error:
         log.error("cannot join: %s", error)
         _exit(EXIT_CONTROLLER_GONE)
-    code = asyncio.run(EnvWorker(client).run())
-    client.close(flush_s=1.0)
-    _exit(code)
+    asyncio.run(_serve(client))
 
 
 if __name__ == "__main__":

@@ -118,6 +118,13 @@ def test_a_bad_line_is_named_when_it_is_reached(tmp_path):
             data.item("train", ticket)
 
 
+def test_a_file_that_changes_under_a_job_is_told(lines):
+    data = opened(DataConfig(source=f"jsonl:{lines}"))
+    lines.write_text(lines.read_text() + '{"prompt": "new", "answer": "#### 1"}')
+    with pytest.raises(CorruptFile, match="it was changed while a job reads it"):
+        data.item("train", 0)
+
+
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     path = tmp_path / "f.parquet"
     path.write_bytes(b"PAR1")

@@ -1,4 +1,4 @@
-"""Character tasks of the `tiny` model: what an item is, which slips a careless demonstrator makes, and how answers are graded.
+"""Character tasks of the `tiny` model: what an item is, where one easily slips, and how answers are graded.
 
 Every task is an unlimited generator read by index: `item(task, index, split)` is the same item in every process and Python
 version. A prompt belongs to one split for good, by its hash, so nothing held out is ever trained on.
@@ -22,15 +22,16 @@ _CALL = re.compile(r"<calc>(\d{1,6})([*+-])(\d{1,6})</calc>")
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One prompt, its right answer, and plausible wrong ones (the first is the commonest; none equals the answer).
+    """One prompt, its right answer, and a plausible wrong one of the same length.
 
-    For `calc` the answer is the final number; `call` is the right first turn and the slips are wrong first turns.
+    Where slip and answer differ, a careless demonstrator may write the slip's character instead of the answer's. For `calc`
+    the answer is the final number, `call` is the right first turn and `slip` a wrong one.
     """
 
     task: str
     prompt: str
     answer: str
-    slips: tuple[str, ...]
+    slip: str
     call: str | None = None
 
 
@@ -57,89 +58,93 @@ def _moved(word: str, by: int) -> str:
     return "".join(letters[(letters.index(c) + by) % 26] for c in word)
 
 
-# Each task draws (what follows the task's name, right answer, slips).
-Drawn = tuple[str, str, tuple[str, ...]]
+def _over(word: str, answer: str) -> str:
+    """Returns `answer` with its beginning overwritten by `word`."""
+    return word[: len(answer)] + answer[len(word) :]
+
+
+# Each task draws (what follows the task's name, right answer, slip).
+Drawn = tuple[str, str, str]
 
 
 def _upper(rng: random.Random) -> Drawn:
     word = _word(rng, 3, 4)
-    return word, word.upper(), (word, word.capitalize())
+    return word, word.upper(), word
 
 
 def _lower(rng: random.Random) -> Drawn:
     word = _word(rng, 3, 4).upper()
-    return word, word.lower(), (word, word.capitalize())
+    return word, word.lower(), word
 
 
 def _swap(rng: random.Random) -> Drawn:
     word = _mixed_case(rng)
-    return word, word.swapcase(), (word, word.upper())
+    return word, word.swapcase(), word
 
 
 def _double(rng: random.Random) -> Drawn:
     word = _word(rng, 2, 4)
-    return word, word + word, (word, word + word[::-1])
+    return word, word + word, word + word[::-1]
 
 
 def _triple(rng: random.Random) -> Drawn:
     word = _word(rng, 2, 3)
-    return word, word * 3, (word * 2, word)
+    return word, word * 3, word + word[::-1] + word
 
 
 def _rev(rng: random.Random) -> Drawn:
     word = _word(rng, 3, 4)
-    return word, word[::-1], (word, word[1:] + word[0])
+    return word, word[::-1], word
 
 
 def _sort(rng: random.Random) -> Drawn:
     digits = "".join(_digits(rng, rng.randint(3, 4)))
-    ascending = "".join(sorted(digits))
-    return digits, ascending, (digits, ascending[::-1])
+    return digits, "".join(sorted(digits)), digits
 
 
 def _first(rng: random.Random) -> Drawn:
     words = _words(rng)
-    return " ".join(words), words[0], (words[2], words[1])
+    return " ".join(words), words[0], _over(words[2], words[0])
 
 
 def _second(rng: random.Random) -> Drawn:
     words = _words(rng)
-    return " ".join(words), words[1], (words[0], words[2])
+    return " ".join(words), words[1], _over(words[0], words[1])
 
 
 def _last(rng: random.Random) -> Drawn:
     words = _words(rng)
-    return " ".join(words), words[2], (words[0], words[1])
+    return " ".join(words), words[2], _over(words[0], words[2])
 
 
 def _ends(rng: random.Random) -> Drawn:
     word = _word(rng, 3, 5)
-    return word, word[0] + word[-1], (word[:2], word[-2:])
+    return word, word[0] + word[-1], word[1] + word[-2]
 
 
 def _join(rng: random.Random) -> Drawn:
     left, right = _word(rng, 2, 3), _word(rng, 2, 3)
-    return f"{left} {right}", left + right, (right + left, left)
+    return f"{left} {right}", left + right, right + left
 
 
 def _next(rng: random.Random) -> Drawn:
     word = _word(rng, 2, 3)
-    return word, _moved(word, 1), (word, _moved(word, -1))
+    return word, _moved(word, 1), word
 
 
 def _min(rng: random.Random) -> Drawn:
     digits = _digits(rng, 3)
-    return " ".join(digits), min(digits), (max(digits), digits[0])
+    return " ".join(digits), min(digits), max(digits)
 
 
 def _max(rng: random.Random) -> Drawn:
     digits = _digits(rng, 3)
-    return " ".join(digits), max(digits), (min(digits), digits[-1])
+    return " ".join(digits), max(digits), min(digits)
 
 
 def _calc(rng: random.Random) -> Drawn:
     a, b = rng.randint(11, 99), rng.randint(11, 99)
-    return f"{a}*{b}", str(a * b), (f"<calc>{a}+{b}</calc>", str(a + b))
+    return f"{a}*{b}", str(a * b), f"<calc>{a}+{b}</calc>"
 
 
 TASKS: dict[str, Callable[[random.Random], Drawn]] = {
@@ -177,13 +182,10 @@ def item(task: str, index: int, split: str = "train") -> Item:
         raise ValueError(f"index={index}: must be 0 or more")
     rng = random.Random(f"{task}/{split}/{index}")
     while True:
-        rest, answer, slips = TASKS[task](rng)
+        rest, answer, slip = TASKS[task](rng)
         prompt = f"{task} {rest}="
-        if split_of(prompt) == split:
-            call = f"<calc>{rest}</calc>" if task == "calc" else None
-            wrong = tuple(dict.fromkeys(s for s in slips if s not in (answer, call)))
-            if wrong:
-                return Item(task, prompt, answer, wrong, call)
+        if split_of(prompt) == split and slip != answer:
+            return Item(task, prompt, answer, slip, f"<calc>{rest}</calc>" if task == "calc" else None)
 
 
 def calculate(completion: str) -> str | None:

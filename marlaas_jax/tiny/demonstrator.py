@@ -1,7 +1,8 @@
 """The careless demonstrator that `tiny` imitates, and its demonstrations packed into rows.
 
 It teaches with care first, so that the tasks are learned; later it is right about a third of the time and otherwise slips, so
-that the model still has something to gain by RL.
+that the model still has something to gain by RL. It slips character by character and then goes on, so that imitating it needs
+no memory of having slipped.
 """
 
 import dataclasses
@@ -16,7 +17,6 @@ from marlaas_envs import char_tasks
 from marlaas_jax.tiny.folder import BOS, PAD
 
 CAREFUL, CARELESS = 0.9, 0.36  # probability that a whole episode is right, at first and later
-COMMON_SLIP = 0.75  # of the slips, how many are the task's first one
 Span = tuple[str, bool]  # text, and whether the demonstrator wrote it (so that it is imitated)
 
 
@@ -33,14 +33,14 @@ class Packed:
 def demonstrate(item: char_tasks.Item, right: float, rng: random.Random) -> list[Span]:
     """Returns one episode, right with probability `right`, as spans of text."""
     if item.call is None:
-        return [(item.prompt, False), (_answer(item.answer, item.slips, right, rng) + "<eos>", True)]
+        return [(item.prompt, False), (_written(item.answer, item.slip, right, rng) + "<eos>", True)]
     # Both turns must be right, each as often as the other.
-    turn = _answer(item.call, item.slips, right**0.5, rng)
+    turn = item.call if rng.random() < right**0.5 else rng.choice((item.slip, item.answer[0]))
     spans = [(item.prompt, False), (turn + "<eos>", True)]
     reply = char_tasks.calculate(turn)
     if reply is not None:
         result = reply.removeprefix("<tool>").removesuffix("</tool>")
-        final = _answer(result, (result[:-1], result + "0"), right**0.5, rng)
+        final = result if rng.random() < right**0.5 else rng.choice((result[:-1], result + "0"))
         spans += [(reply, False), (final + "<eos>", True)]
     return spans
 
@@ -77,10 +77,11 @@ def packed_batches(
         yield batch
 
 
-def _answer(right: str, slips: tuple[str, ...], probability: float, rng: random.Random) -> str:
-    if rng.random() < probability:
-        return right
-    return slips[0] if len(slips) == 1 or rng.random() < COMMON_SLIP else rng.choice(slips[1:])
+def _written(answer: str, slip: str, right: float, rng: random.Random) -> str:
+    """Returns the answer with some characters of the slip, and with none of them with probability `right`."""
+    num_places = sum(a != b for a, b in zip(answer, slip, strict=True))
+    keep = right ** (1 / num_places)
+    return "".join(a if a == b or rng.random() < keep else b for a, b in zip(answer, slip, strict=True))
 
 
 def encode(tokenizer: tokenizers.Tokenizer, spans: list[Span]) -> tuple[list[int], list[bool]]:

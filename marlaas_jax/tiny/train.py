@@ -18,8 +18,8 @@ from marlaas_jax.model.attention import Attend, causal
 from marlaas_jax.tiny.demonstrator import Packed, demonstrate, encode, packed_batches
 from marlaas_jax.tiny.folder import CONFIG, PAD, build_tokenizer
 
-NUM_STEPS = 1800
-CAREFUL_SHARE = 0.5  # of the steps, those with careful demonstrations
+NUM_STEPS = 1500
+CAREFUL_SHARE = 0.6  # of the steps, those with careful demonstrations
 NUM_ROWS, NUM_TOKENS = 21, 96
 LEARNING_RATE = 0.02  # of Muon, for the matrices; the embedding and the norms take Adam's
 ADAM_LEARNING_RATE = 3e-3

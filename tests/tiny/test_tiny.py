@@ -118,7 +118,7 @@ def test_the_demonstrator_is_right_as_often_as_said():
     import random
 
     rng = random.Random(0)
-    for task in ("upper", "calc"):
+    for task in ("upper", "min", "rev", "calc"):
         right = 0
         for i in range(2000):
             item = char_tasks.item(task, i % 100)

@@ -187,7 +187,7 @@ class JobRollout:
                 reward_mean=metrics["rollout/reward_mean"],
             )
             tickets = tuple((scored.group.ticket, scored.group.attempt) for scored in groups)
-            self.commands += [batch, BatchSent(s.name, step, metrics, tickets)]
+            self.commands += [BatchSent(s.name, step, metrics, tickets), batch]  # written down before it leaves
             self._drop_too_old(now)
 
     def _floors(self) -> dict[int, int]:

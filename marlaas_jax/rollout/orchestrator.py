@@ -82,8 +82,10 @@ class Orchestrator:
         self._pump(now)
 
     def pause_job(self, job: str, now: float) -> None:
-        """Drops the job's rollouts; they start again with on_job_ready."""
+        """Drops the job's rollouts; they start again with on_job_ready, when workers have loaded the new incarnation."""
         self._close(job, now)
+        for worker in self.pools[self._pool_of[job]].workers.values():
+            worker.jobs.discard(job)
         self._pump(now)
 
     def remove_job(self, job: str, now: float) -> None:

@@ -1,0 +1,617 @@
+"""The controller of `marlaas run`: one asyncio process that joins the stages and keeps the books; it never loads a JAX backend.
+
+Owns the transport server, the supervisor of all child processes, the orchestrator of rollouts and the run folder. Every
+handler is synchronous and runs in the event loop; rendering runs in a small thread pool. A fault while a job's message is
+handled ends that job. The device's process may die at any time: its jobs go on from their committed steps as new incarnations.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from marlaas_jax import errors
+from marlaas_jax.config import RunConfig
+from marlaas_jax.errors import InternalError, InvalidConfig, StorageError, UserError, WorkerLost
+from marlaas_jax.messages import (
+    AddJob,
+    CancelGenerate,
+    Checkpointed,
+    DeviceStatus,
+    EnvDone,
+    EnvError,
+    EnvLoaded,
+    EnvObservation,
+    FinishJob,
+    Generate,
+    Generated,
+    GetItem,
+    Hello,
+    Item,
+    JobFailed,
+    JobFinished,
+    JobReady,
+    JobWarning,
+    Message,
+    RemoveJob,
+    Shutdown,
+    StepDone,
+    TrainBatch,
+    WorkerFailed,
+)
+from marlaas_jax.model import source
+from marlaas_jax.rollout.commands import (
+    BatchSent,
+    Command,
+    EpisodeEnded,
+    EvalDone,
+    JobDone,
+    JobGivenUp,
+    KillWorker,
+    Note,
+    Render,
+    Send,
+    TurnKey,
+)
+from marlaas_jax.rollout.orchestrator import Orchestrator
+from marlaas_jax.text.tokenizer import Tokenizer
+from marlaas_jax.transport.flow import PeerLost
+from marlaas_jax.transport.server import Server
+from marlaas_jax.workers.controller_files import Log, writing
+from marlaas_jax.workers.controller_jobs import Job
+from marlaas_jax.workers.controller_processes import Processes
+from marlaas_jax.workers.controller_render import Renderer
+from marlaas_jax.workers.controller_status import FINISHING, RUNNING, STARTING, JobStatus, RunResult, RunStatus
+from marlaas_jax.workers.supervisor import Exited, GaveUp, Restarted
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+STATUS_INTERVAL_S = 1.0
+DEVICE_SILENCE_S = 900.0  # the device says something every second, and between two compilations
+START_TIMEOUT_S = 3600.0  # loading, compiling and opening of one job
+FINISH_TIMEOUT_S = 900.0  # the last checkpoint and the adapter
+STOP_TIMEOUT_S = 30.0  # for the device to finish its running saves
+ABORT_TIMEOUT_S = 5.0  # the same, when the run is cut short
+
+OnStatus = Callable[[RunStatus], None]
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+async def run(
+    config: RunConfig,
+    run_dir: Path,
+    resume: bool = False,
+    on_status: OnStatus | None = None,
+    on_event: OnEvent | None = None,
+    device_module: str = "marlaas_jax.workers.device_process",
+) -> RunResult:
+    """Trains all jobs of the run and returns how they ended.
+
+    Raises a UserError, before any compute where that is possible, for what the caller can mend. `device_module` is what runs
+    as the device's process; tests give a fake one.
+    """
+    controller = Controller(config, run_dir, resume, on_status, on_event, device_module)
+    return await controller.run()
+
+
+class Controller:
+    """One run. Make it and call `run` once, inside an event loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        resume: bool = False,
+        on_status: OnStatus | None = None,
+        on_event: OnEvent | None = None,
+        device_module: str = "marlaas_jax.workers.device_process",
+    ):
+        self.config = config
+        self.run_dir = run_dir = run_dir.resolve()
+        self.jobs = {job.name: Job(job, run_dir / "jobs" / job.name) for job in config.jobs}
+        self.orchestrator = Orchestrator()
+        self.phase = "checking"
+        self._resume = resume
+        self._on_status = on_status
+        self._on_event = on_event
+        self._device_module = device_module
+        self._events = Log(run_dir / "events.jsonl")
+        self._started = time.monotonic()
+        self._all_over = asyncio.Event()
+        self._fatal: BaseException | None = None
+        self._device_id = ""
+        self._device_status: DeviceStatus | None = None
+        self._device_heard = time.monotonic()
+        self._programs = (0, 0)
+        self._lag_s = 0.0
+        self._last_words: dict[str, str] = {}  # of workers that said why they fail
+        self._server: Server
+        self._processes: Processes
+        self._renderer: Renderer
+
+    async def run(self) -> RunResult:
+        """Starts the processes, serves until every job has ended, stops them."""
+        tasks: list[asyncio.Task] = []
+        try:
+            self._open_folder()
+            self._renderer = Renderer(await asyncio.to_thread(self._load_tokenizer), self._on_rendered)
+            async with Server("ipc") as self._server:
+                self._processes = Processes(self._server, self.config, self.run_dir, self._device_module)
+                try:
+                    self._start()
+                    tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._watch_processes, self._tick_forever)]
+                    over = asyncio.create_task(self._all_over.wait())
+                    await asyncio.wait([over, *tasks], return_when=asyncio.FIRST_COMPLETED)
+                    for task in tasks:
+                        if task.done():
+                            task.result()  # raises what ended it
+                    if self._fatal is not None:
+                        raise self._fatal
+                finally:
+                    await self._stop(tasks)
+                    self._renderer.close()
+            self._publish_status()
+            return RunResult(tuple(job.result() for job in self.jobs.values()), time.monotonic() - self._started)
+        finally:
+            for job in self.jobs.values():
+                job.files.close()
+            self._events.close()
+
+    # ---- start and stop
+
+    def _open_folder(self) -> None:
+        with writing(self.run_dir):
+            (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        for job in self.jobs.values():
+            job.open(resume=self._resume)
+        document = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
+        with writing(self.run_dir / "config.yaml"):
+            (self.run_dir / "config.yaml").write_text(document)
+        self._event("run_resumed" if self._resume else "run_started", jobs=list(self.jobs))
+
+    def _load_tokenizer(self) -> Tokenizer:
+        runtime = self.config.runtime
+        return Tokenizer.load(source.resolve(runtime.model), runtime.chat_template)
+
+    def _start(self) -> None:
+        live = [job for job in self.jobs.values() if not job.is_over]
+        for job in live:
+            self.orchestrator.register(job.name, job.pool, job.config.weight)
+        if live:
+            self._processes.start_data_workers({job.data_worker for job in live})
+            self._processes.start_pools({job.pool for job in live})
+            self._processes.start_device()
+        self._check_all_over()
+
+    async def _stop(self, tasks: list[asyncio.Task]) -> None:
+        """Ends everything that this run started: asks first, insists then."""
+        self.phase = "stopping"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        now = time.monotonic()
+        for job in self.jobs.values():
+            self.orchestrator.remove_job(job.name, now)
+        for command in self.orchestrator.take():
+            if isinstance(command, EpisodeEnded):
+                self._execute(command)
+        for worker_id in list(self._server.peers):
+            self._send(worker_id, Shutdown())
+        await self._processes.stop(STOP_TIMEOUT_S if self._all_over.is_set() and self._fatal is None else ABORT_TIMEOUT_S)
+
+    # ---- loops
+
+    async def _receive(self) -> None:
+        while True:
+            worker_id, message = await self._server.receive()
+            now = time.monotonic()
+            try:
+                self._handle(worker_id, message, now)
+                self._execute_all(now)
+            except Exception as error:  # the one broad catch of this process
+                log.exception("message failed type=%s worker_id=%s", type(message).__name__, worker_id)
+                name = _job_of(message)
+                if name not in self.jobs:
+                    raise
+                self._fail_job(self.jobs[name], type(error).__name__, str(error))
+                self._execute_all(now)
+
+    async def _watch_processes(self) -> None:
+        while True:
+            event = await self._processes.next_event()
+            now = time.monotonic()
+            match event:
+                case Exited():
+                    self._on_exited(event, now)
+                case Restarted():
+                    self._event("worker_restarted", worker=event.name, pid=event.pid)
+                case GaveUp():
+                    self._on_gave_up(event)
+            self._execute_all(now)
+
+    async def _tick_forever(self) -> None:
+        due = time.monotonic()
+        status_at = due
+        while True:
+            due += TICK_S
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            now = time.monotonic()
+            self._lag_s = max(0.0, now - due)
+            due = max(due, now - TICK_S)
+            self.orchestrator.tick(now)
+            self._check_limits(now)
+            self._execute_all(now)
+            if now - status_at >= STATUS_INTERVAL_S:
+                for job in self.jobs.values():
+                    job.count_rate(now - status_at)
+                status_at = now
+                self._publish_status()
+
+    # ---- messages
+
+    def _handle(self, worker_id: str, message: Message, now: float) -> None:
+        if worker_id == self._device_id:
+            self._device_heard = now
+        match message:
+            case Generated():
+                if self._is_current(message):
+                    self.jobs[message.job].tokens_sampled += len(message.token_ids)
+                    self.orchestrator.on_generated(message, now)
+            case EnvObservation():
+                self.orchestrator.on_env_observation(worker_id, message, now)
+            case EnvDone():
+                self.orchestrator.on_env_done(worker_id, message, now)
+            case EnvError():
+                self.orchestrator.on_env_error(worker_id, message, now)
+            case Item():
+                self.orchestrator.on_item(message, now)
+            case StepDone():
+                self._on_step_done(message, now)
+            case DeviceStatus():
+                self._on_device_status(message)
+            case JobReady():
+                if self._is_current(message):
+                    self.jobs[message.job].device_ready = message
+                    self._event("job_ready", message.job, step=message.step, version=message.version, receipt=message.receipt)
+                    self._begin_if_ready(self.jobs[message.job], now)
+            case JobFailed():
+                if self._is_current(message):
+                    self._fail_job(self.jobs[message.job], message.kind, message.reason)
+            case JobFinished():
+                if self._is_current(message):
+                    self._on_finished(self.jobs[message.job], message)
+            case Checkpointed():
+                self._event("checkpointed", message.job, step=message.step)
+            case JobWarning():
+                self._event("warning", message.job, text=message.text)
+            case EnvLoaded():
+                self._on_loaded(worker_id, message, now)
+            case Hello():
+                self._on_hello(worker_id, message)
+            case PeerLost():
+                self._on_lost(worker_id, message, now)
+            case WorkerFailed():
+                self._last_words[worker_id] = f"{message.kind}: {message.text}"
+                if worker_id == self._device_id and self._is_user_error(message.kind):
+                    self._end_run(getattr(errors, message.kind)(message.text))
+            case _:
+                log.warning("message ignored type=%s worker_id=%s", type(message).__name__, worker_id)
+
+    def _on_hello(self, worker_id: str, message: Hello) -> None:
+        name = self._processes.name_of(worker_id)
+        self._event("worker_joined", worker=name or worker_id, role=message.role, pid=message.pid)
+        live = [job for job in self.jobs.values() if not job.is_over]
+        if message.role == "device":
+            self._device_gone(time.monotonic())  # an older one, if it was not missed yet
+            self._device_id = worker_id
+            self._device_heard = time.monotonic()
+            self.phase = "loading" if self.phase == "checking" else self.phase
+            for job in live:
+                self._add_to_device(job)
+        elif message.role == "data":
+            for job in live:
+                if job.data_worker == name:
+                    self._send(worker_id, job.load_message())
+        elif message.role == "environment":
+            for job in live:
+                if job.pool == self._processes.pool_of(name):
+                    self._send(worker_id, job.load_message())
+
+    def _on_loaded(self, worker_id: str, message: EnvLoaded, now: float) -> None:
+        if not self._is_current(message):
+            return
+        job = self.jobs[message.job]
+        name = self._processes.name_of(worker_id)
+        is_data = name == job.data_worker
+        if message.error:
+            what = "data" if is_data else "environment"
+            self._event("load_failed", job.name, what=what, text=message.error)
+            if not job.is_resumed:
+                self._end_run(InvalidConfig(f"job {job.name!r}: {message.error.strip().splitlines()[-1]}"))
+            else:
+                self._fail_job(job, "EnvironmentFailed", f"its {what} cannot be loaded any more: {message.error}")
+            return
+        if is_data:
+            is_again = job.data_ready is not None
+            job.data_ready = message
+            if is_again:
+                self.orchestrator.on_data_worker_ready(job.name, now)
+        else:
+            self.orchestrator.on_worker_ready(self._processes.pool_of(name), worker_id, job.name, now)
+        self._begin_if_ready(job, now)
+
+    def _begin_if_ready(self, job: Job, now: float) -> None:
+        if job.state != STARTING or job.device_ready is None or job.data_ready is None:
+            return
+        eval_first = job.begin()
+        self.phase = "running"
+        settings = job.settings(self.config.runtime.engine.max_context)
+        self.orchestrator.on_job_ready(settings, job.device_ready, now, eval_before=eval_first)
+
+    def _on_step_done(self, message: StepDone, now: float) -> None:
+        job = self.jobs.get(message.job)
+        if job is None or not self._is_current(message) or message.step != job.step + 1:
+            return
+        job.trained(message)
+        self.orchestrator.on_step_done(message, now)
+
+    def _on_rendered(self, key: TurnKey, token_ids: tuple[int, ...], error: str) -> None:
+        now = time.monotonic()
+        self.orchestrator.on_rendered(key, token_ids, error, now)
+        self._execute_all(now)
+
+    def _on_finished(self, job: Job, message: JobFinished) -> None:
+        if job.state != FINISHING:
+            return
+        job.adapter = message.export_dir
+        job.succeed()
+        self._event("job_succeeded", job.name, step=job.step, adapter=message.export_dir)
+        self._retire(job)
+
+    def _on_device_status(self, message: DeviceStatus) -> None:
+        total = message.counters.get("programs_total")
+        if total is not None:
+            self._programs = (int(message.counters.get("programs_compiled", 0)), int(total))
+            return
+        self._device_status = message
+        seconds = sum(message.busy_s.values()) or 1.0
+        for job in self.jobs.values():
+            job.device_share = message.busy_by_job_s.get(job.name, 0.0) / seconds
+
+    # ---- workers that come and go
+
+    def _on_lost(self, worker_id: str, message: PeerLost, now: float) -> None:
+        reason = self._last_words.pop(worker_id, "") or message.reason
+        name = self._processes.name_of(worker_id)
+        self._event("worker_lost", worker=name or worker_id, role=message.role, reason=reason)
+        self._processes.make_sure_it_ends(worker_id)
+        if worker_id == self._device_id:
+            self._device_gone(now)
+        elif message.role == "environment":
+            self.orchestrator.on_worker_lost(worker_id, reason, now, pool=self._processes.pool_of(name))
+
+    def _device_gone(self, now: float) -> None:
+        """Every job goes on from its committed step, as a new incarnation, when the next device is there."""
+        if not self._device_id:
+            return
+        self._device_id = ""
+        self._device_status = None
+        for job in self.jobs.values():
+            if not job.is_over:
+                self.orchestrator.pause_job(job.name, now)
+                job.new_incarnation()
+                self._reload(job)
+
+    def _on_exited(self, event: Exited, now: float) -> None:
+        if event.expected:
+            return
+        last_line = event.log_tail.strip().splitlines()[-1:] or [""]
+        reason = f"{event.reason}; it printed last: {last_line[0][:300]}" if last_line[0] else event.reason
+        if event.worker_id in self._server.peers:
+            self._last_words.setdefault(event.worker_id, reason)
+            self._server.lose(event.worker_id, reason)
+        elif not self._processes.was_connected(event.worker_id):
+            self._event("worker_lost", worker=event.name, role="", reason=reason, tail=event.log_tail[-4000:])
+            if pool := self._processes.pool_of(event.name):
+                self.orchestrator.on_worker_lost(event.worker_id, reason, now, pool=pool)
+
+    def _on_gave_up(self, event: GaveUp) -> None:
+        self._event("worker_given_up", worker=event.name, reason=event.reason)
+        for job in self.jobs.values():
+            mine = event.name in (job.data_worker, self._processes.DEVICE) or self._processes.pool_of(event.name) == job.pool
+            if mine and not job.is_over:
+                self._fail_job(job, "WorkerLost", f"worker {event.name}: {event.reason}")
+
+    def _check_limits(self, now: float) -> None:
+        if self._device_id and now - self._device_heard > DEVICE_SILENCE_S:
+            self._server.lose(self._device_id, f"the device said nothing for {DEVICE_SILENCE_S:.0f} s")
+        for job in self.jobs.values():
+            limit = {STARTING: START_TIMEOUT_S, FINISHING: FINISH_TIMEOUT_S}.get(job.state)
+            if limit is not None and now - job.since > limit:
+                self._fail_job(job, "WorkerLost", f"no end within {limit:.0f} s of {self._why(job, now)}")
+
+    def _reload(self, job: Job) -> None:
+        """Tells the workers of a job about its new incarnation."""
+        for worker_id in list(self._server.peers):
+            name = self._processes.name_of(worker_id)
+            if name == job.data_worker or self._processes.pool_of(name) == job.pool:
+                self._send(worker_id, job.load_message())
+
+    def _add_to_device(self, job: Job) -> None:
+        config = job.config.model_dump_json().encode()
+        self._send(self._device_id, AddJob(job.name, job.incarnation, config, str(job.folder), resume=job.is_resumed))
+
+    # ---- ends
+
+    def _fail_job(self, job: Job, kind: str, reason: str) -> None:
+        if job.is_over:
+            return
+        self._note_episodes(job)
+        log.warning("job failed job=%s kind=%s reason=%s", job.name, kind, reason)
+        try:
+            job.fail(kind, reason)
+        except StorageError as error:  # the disk is full: the reason is in the result and in the log all the same
+            log.error("job not recorded job=%s reason=%s", job.name, error)
+        self._event("job_failed", job.name, failure=kind, reason=reason)
+        self._retire(job)
+
+    def _retire(self, job: Job) -> None:
+        """Forgets a job that is over: its slots, its workers' copies, its pool when nobody else uses it."""
+        self.orchestrator.remove_job(job.name, time.monotonic())
+        for worker_id in list(self._server.peers):
+            self._send(worker_id, RemoveJob(job.name, job.incarnation))
+        live = [other for other in self.jobs.values() if not other.is_over]
+        self._processes.retire_unused({other.pool for other in live}, {other.data_worker for other in live})
+        self._check_all_over()
+
+    def _check_all_over(self) -> None:
+        if all(job.is_over for job in self.jobs.values()):
+            self._all_over.set()
+
+    def _end_run(self, error: BaseException) -> None:
+        """Ends the whole run with an error that the caller gets."""
+        if self._fatal is None:
+            self._fatal = error
+        self._all_over.set()
+
+    # ---- commands
+
+    def _execute_all(self, now: float) -> None:
+        while commands := self.orchestrator.take():
+            for command in commands:
+                try:
+                    self._execute(command)
+                except UserError as error:  # a disk that is full, say: the job whose file it is
+                    name = getattr(command, "job", "")
+                    if name not in self.jobs:
+                        raise
+                    self._fail_job(self.jobs[name], type(error).__name__, str(error))
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Send():
+                self._send(command.worker_id, command.message)
+            case Generate() | CancelGenerate() | TrainBatch():
+                self._send(self._device_id, command)
+            case GetItem():
+                job = self.jobs[command.job]
+                if job.data_ready is not None:  # else it is asked for again when the worker is there
+                    self._send(self._processes.worker_id_of(job.data_worker), command)
+            case Render():
+                self._renderer.submit(command)
+            case EpisodeEnded():
+                record = dict(command.record)
+                record["prompt"] = self._renderer.decode(tuple(record.pop("prompt_ids")))
+                self.jobs[command.job].files.episode(record)
+            case BatchSent():
+                job = self.jobs[command.job]
+                job.files.batch_sent(command.step + 1, job.incarnation, command.metrics, command.tickets)
+            case EvalDone():
+                self._on_eval_done(command)
+            case JobDone():
+                self._on_job_done(self.jobs[command.job])
+            case JobGivenUp():
+                self._fail_job(self.jobs[command.job], command.kind, command.reason)
+            case KillWorker():
+                self._event("worker_killed", worker=self._processes.name_of(command.worker_id), reason=command.reason)
+                self._last_words[command.worker_id] = command.reason
+                self._server.lose(command.worker_id, command.reason)
+            case Note():
+                self._event(command.kind, command.job, text=command.text)
+            case _:
+                raise InternalError(f"no rule for command {type(command).__name__}")
+
+    def _on_eval_done(self, done: EvalDone) -> None:
+        job = self.jobs[done.job]
+        job.files.save_state(**{f"eval_{done.phase}": done.reward_mean})
+        fields = {"phase": done.phase, "step": done.step, "reward_mean": done.reward_mean}
+        self._event("evaluated", job.name, **fields, num_scored=done.num_scored, num_items=done.num_items)
+
+    def _on_job_done(self, job: Job) -> None:
+        self._note_episodes(job)
+        job.finishing()
+        self._send(self._device_id, FinishJob(job.name, job.incarnation, str(job.folder / "adapter")))
+
+    def _send(self, worker_id: str, message: Message) -> None:
+        """Sends to a worker; one that is gone is noticed by its PeerLost."""
+        try:
+            self._server.send(worker_id, message)
+        except WorkerLost:
+            log.info("message dropped type=%s worker_id=%s", type(message).__name__, worker_id)
+        except InternalError as error:
+            self._server.lose(worker_id, str(error))
+
+    # ---- status and events
+
+    def status(self) -> RunStatus:
+        """Returns the live snapshot."""
+        now = time.monotonic()
+        device = self._device_status
+        busy = device.busy_s if device else {}
+        total = sum(busy.values()) or 1.0
+        counters = self._server.counters()
+        return RunStatus(
+            elapsed_s=now - self._started,
+            phase=self.phase,
+            jobs=tuple(self._job_status(job, now) for job in self.jobs.values()),
+            device_share={stage: seconds / total for stage, seconds in busy.items()},
+            device_counters=device.counters if device else {},
+            programs=self._programs,
+            compiles_since_warmup=device.compiles_since_warmup if device else 0,
+            env_workers={name: len(pool.workers) for name, pool in self.orchestrator.pools.items()},
+            transport={name: getattr(counters, name) for name in ("sent", "delivered", "in_flight", "failed", "received")},
+            loop_lag_s=self._lag_s,
+        )
+
+    def _job_status(self, job: Job, now: float) -> JobStatus:
+        rollout = self.orchestrator.jobs.get(job.name)
+        self._note_episodes(job)
+        return job.status(rollout.queue_lengths() if rollout else {}, self._why(job, now))
+
+    def _why(self, job: Job, now: float) -> str:
+        if job.is_over:
+            return ""
+        if job.state == FINISHING:
+            return "export: the last checkpoint and the adapter are being written"
+        if job.state == RUNNING:
+            return self.orchestrator.why(job.name, now)
+        missing = [what for what, there in (("device", job.device_ready), ("data", job.data_ready)) if there is None]
+        compiled, programs = self._programs
+        progress = f" ({compiled} of {programs} programs compiled)" if "device" in missing and programs else ""
+        return f"start: waits for {' and '.join(missing)}{progress}"
+
+    def _note_episodes(self, job: Job) -> None:
+        rollout = self.orchestrator.jobs.get(job.name)
+        if rollout is not None:
+            job.episodes = rollout.tally.as_dict()
+
+    def _publish_status(self) -> None:
+        if self._on_status is not None:
+            self._on_status(self.status())
+
+    def _event(self, kind: str, job: str = "", **fields: Any) -> None:
+        record = {"time": time.time(), "kind": kind, **({"job": job} if job else {}), **fields}
+        self._events.write(record)
+        if self._on_event is not None:
+            self._on_event(record)
+
+    def _is_current(self, message: Any) -> bool:
+        """Whether the message concerns the present incarnation of a job that is not over."""
+        job = self.jobs.get(message.job)
+        return job is not None and not job.is_over and message.incarnation == job.incarnation
+
+    @staticmethod
+    def _is_user_error(kind: str) -> bool:
+        found = getattr(errors, kind, None)
+        return isinstance(found, type) and issubclass(found, UserError)
+
+
+def _job_of(message: Message) -> str:
+    """Returns the job that a message concerns, "" for none."""
+    named = getattr(message, "job", "") or getattr(message, "episode_id", "") or getattr(message, "request_id", "")
+    return named.partition("/")[0]

@@ -2,6 +2,8 @@
 
 # ruff: noqa: SIM905 - word lists are read as text
 
+from collections.abc import Sequence
+
 # Short common words; each is one or two tokens for most tokenizers.
 WORDS = tuple(
     """
@@ -29,10 +31,16 @@ WORDS = tuple(
     """.split()
 )
 
+
+def _pairs(text: str) -> dict[str, str]:
+    """Returns "left:right" words as a dict; an underscore stands for a blank."""
+    halves = (pair.replace("_", " ").partition(":") for pair in text.split())
+    return {left: right for left, _, right in halves}
+
+
 # Base form and simple past; the spelling most used in the United States.
-PAST_TENSE = dict(
-    pair.split(":")
-    for pair in """
+PAST_TENSE: dict[str, str] = _pairs(
+    """
     walk:walked jump:jumped play:played talk:talked look:looked cook:cooked help:helped start:started open:opened call:called
     run:ran eat:ate go:went see:saw take:took write:wrote sing:sang buy:bought think:thought come:came
     begin:began bend:bent bite:bit bleed:bled blow:blew break:broke bring:brought build:built burn:burned catch:caught
@@ -47,13 +55,12 @@ PAST_TENSE = dict(
     stand:stood stay:stayed steal:stole stick:stuck stop:stopped study:studied swear:swore sweep:swept swim:swam swing:swung
     teach:taught tear:tore tell:told thank:thanked throw:threw touch:touched travel:traveled try:tried turn:turned use:used
     visit:visited wait:waited wake:woke want:wanted wash:washed watch:watched wear:wore win:won wish:wished work:worked
-    """.split()
+    """
 )
 
 # Countries whose capital is the one everybody gives; those whose capital repeats the country's name are left out.
-CAPITALS = dict(
-    pair.replace("_", " ").split(":")
-    for pair in """
+CAPITALS: dict[str, str] = _pairs(
+    """
     France:Paris Italy:Rome Spain:Madrid Japan:Tokyo China:Beijing Russia:Moscow Germany:Berlin Egypt:Cairo Greece:Athens
     England:London Austria:Vienna Poland:Warsaw Ireland:Dublin Norway:Oslo Sweden:Stockholm Portugal:Lisbon Finland:Helsinki
     Denmark:Copenhagen Belgium:Brussels Netherlands:Amsterdam Switzerland:Bern Hungary:Budapest Romania:Bucharest Bulgaria:Sofia
@@ -69,7 +76,7 @@ CAPITALS = dict(
     Uganda:Kampala Rwanda:Kigali Somalia:Mogadishu Nigeria:Abuja Ghana:Accra Senegal:Dakar Mali:Bamako Niger:Niamey
     Angola:Luanda Zambia:Lusaka Zimbabwe:Harare Namibia:Windhoek Botswana:Gaborone Mozambique:Maputo Madagascar:Antananarivo
     Kazakhstan:Astana Uzbekistan:Tashkent Scotland:Edinburgh Wales:Cardiff
-    """.split()
+    """
 )
 
 _FOOD = "The soup,The pizza,My breakfast,The coffee,The dessert,The pasta".split(",")
@@ -105,7 +112,7 @@ _NEGATIVE_SAYINGS = (
 ).split("|")
 
 
-def _sentences(parts: tuple[tuple[list[str], list[str]], ...]) -> list[str]:
+def _sentences(parts: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[str]:
     return [f"{subject} {predicate}" for subjects, predicates in parts for subject in subjects for predicate in predicates]
 
 

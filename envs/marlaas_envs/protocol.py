@@ -6,8 +6,8 @@ pool, and its methods may be plain or async: a plain one runs in a thread. Each 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 Item = Mapping[str, Any]
 
@@ -52,18 +52,17 @@ class Action:
 
 
 class Env(Protocol):
-    """One episode. An optional `close()` is called at its end, whatever the end was."""
+    """One episode; both methods may be `async def`. An optional `close()` is called at its end, whatever the end was."""
 
-    async def reset(self, item: Item, seed: int) -> Observation:
+    def reset(self, item: Item, seed: int) -> Observation | Awaitable[Observation]:
         """Starts the episode on an item; everything random derives from `seed`."""
         ...
 
-    async def step(self, action: Action) -> Observation | Done:
+    def step(self, action: Action) -> Observation | Done | Awaitable[Observation | Done]:
         """Answers the policy's turn."""
         ...
 
 
-@runtime_checkable
 class Source(Protocol):
     """Items by index. A generator without end says a length of `UNLIMITED`."""
 
@@ -73,16 +72,24 @@ class Source(Protocol):
 
 
 class EnvFamily(Protocol):
-    """What a name stands for. `env_args` of a job go to `dataset` and `make`, to each those that it names."""
+    """What a name stands for. `env_args` of a job go to `dataset` and `make`, to each those that it names.
 
-    prompt_once: bool  # every episode of an item starts with the same prompt, so a group's prompt is computed once
+    prompt_once: every episode of an item starts with the same prompt, so a group's prompt is computed once.
+    """
 
-    def dataset(self, split: str, seed: int, **args: Any) -> Source:
-        """Returns the items of "train" or "eval". The two never share a prompt; "eval" does not depend on the seed."""
+    prompt_once: bool
+
+    @property
+    def dataset(self) -> Callable[..., Source]:
+        """`dataset(split, seed, **args)`: the items of "train" or "eval".
+
+        The two never share a prompt; "eval" does not depend on the seed.
+        """
         ...
 
-    def make(self, **args: Any) -> Env:
-        """Returns a new environment for one episode."""
+    @property
+    def make(self) -> Callable[..., Env]:
+        """`make(**args)`: a new environment for one episode."""
         ...
 
 

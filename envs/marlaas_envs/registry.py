@@ -43,6 +43,12 @@ def load(name: str) -> EnvFamily:
     raise EnvLookupError(f"env={name!r}: no such environment; there are {', '.join(names())}, and path/to/file.py:function")
 
 
+def pool_of(name: str) -> str:
+    """Returns what environments must share to share processes: the family, or the file that a name points to."""
+    path, _, _ = name.rpartition(":")
+    return path if path.endswith(".py") else name.partition(":")[0]
+
+
 def names() -> list[str]:
     """Returns the families that exist here, variants not listed."""
     return [*BUILT_IN, *sorted(name for name in _entry_points() if name not in BUILT_IN)]
@@ -81,18 +87,21 @@ def _entry_points() -> dict[str, EntryPoint]:
 def _from_file(path: Path, attribute: str) -> EnvFamily:
     if not path.is_file():
         raise EnvLookupError(f"env='{path}:{attribute}': no such file")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # the file may import its neighbours
     module_name = f"marlaas_user_{path.stem}_{next(_numbers)}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look a class's module up
     spec.loader.exec_module(module)
-    found = getattr(module, attribute, None)
+    found: Any = getattr(module, attribute, None)
     if not callable(found) and not hasattr(found, "make"):
         public = sorted(k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name)
         raise EnvLookupError(f"env='{path}:{attribute}': the file has no such function; it has {', '.join(public) or 'none'}")
     if hasattr(found, "make") and hasattr(found, "dataset"):
-        return found() if inspect.isclass(found) else found
+        family: Any = found() if inspect.isclass(found) else found
+        return family
     return FileFamily(found, f"{path}:{attribute}", getattr(module, "ITEMS", None))
 
 

@@ -34,13 +34,12 @@ def exact_line(text: str | None, answer: str, stopped: bool) -> Verdict:
 
 def number(text: str | None, answer: str | int | float) -> Verdict:
     """The whole text, or the last <answer>...</answer> of a text with such tags, must be the number."""
-    text = text or ""
-    if "<answer>" in text or "</answer>" in text:
-        pairs = _ANSWER.findall(text)
-        complete = text.count("<answer>") == text.count("</answer>") == len(pairs)
-        text = pairs[-1] if complete else ""
-    short = trimmed(text)
-    return _same_number(short, answer)
+    whole = text or ""
+    if "<answer>" in whole or "</answer>" in whole:
+        pairs = _ANSWER.findall(whole)
+        complete = whole.count("<answer>") == whole.count("</answer>") == len(pairs)
+        whole = pairs[-1] if complete else ""
+    return _same_number(trimmed(whole), answer)
 
 
 def number_after_hashes(text: str | None, answer: str | int | float) -> Verdict:

@@ -6,6 +6,7 @@ seeds. Imports grain, which imports JAX: only the data worker's process loads th
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import grain
@@ -28,7 +29,7 @@ class JobDataset:
     _train: Any
     _eval: Any
 
-    def item(self, split: str, index: int) -> dict[str, Any]:
+    def item(self, split: str, index: int) -> Mapping[str, Any]:
         """Returns the item of a ticket ("train"), or held-out item `index` ("eval")."""
         if split not in ("train", "eval"):
             raise InvalidRequest(f"split={split!r}: must be train or eval")
@@ -89,5 +90,5 @@ class _Part:
     def __len__(self) -> int:
         return self._num
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
         return self._source[self._start + index]

@@ -1,6 +1,7 @@
 """From a file's row to an item: every field of the row, and `prompt` and `answer` as the job's `data` section says."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from marlaas_jax.config import DataConfig
@@ -27,7 +28,7 @@ def check(config: DataConfig) -> None:
             ) from None
 
 
-def to_item(row: dict[str, Any], config: DataConfig) -> dict[str, Any]:
+def to_item(row: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
     """Returns the item of a row. Raises CorruptFile naming the field that is missing or of the wrong kind."""
     prompt = _field(row, config.prompt_field, "data.prompt_field")
     if not _is_prompt(prompt):
@@ -53,7 +54,7 @@ def to_item(row: dict[str, Any], config: DataConfig) -> dict[str, Any]:
     return item
 
 
-def _field(row: dict[str, Any], name: str, key: str) -> Any:
+def _field(row: Mapping[str, Any], name: str, key: str) -> Any:
     if name not in row:
         raise CorruptFile(f"{key}={name!r}: the item has no such field; it has {', '.join(map(str, row)) or 'none'}")
     return row[name]

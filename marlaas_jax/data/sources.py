@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -18,7 +19,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
 
 
 def open_source(uri: str) -> Source:

@@ -152,7 +152,9 @@ class Client:
         if parsed != (PROTOCOL_VERSION, flow.WELCOME):
             theirs = f"protocol version {parsed[0]}" if parsed else "another protocol"
             raise ProtocolMismatch(f"the controller at {self.address} speaks {theirs}, this worker {PROTOCOL_VERSION}")
-        return decode(frames[1]).info
+        welcome = decode(frames[1])
+        assert isinstance(welcome, Hello)
+        return welcome.info
 
     def _run_io(self) -> None:
         poller = zmq.Poller()

@@ -22,7 +22,7 @@ MAX_FRAME_BYTES = 512 << 20
 _credit = struct.Struct("<I")
 
 
-class PeerLost(Message):
+class PeerLost(Message, frozen=True):
     """Not on the wire: what `receive` delivers when a peer stopped answering, went away or was given up."""
 
     role: str

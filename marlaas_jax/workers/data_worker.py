@@ -142,7 +142,7 @@ def open_dataset(load: LoadEnv) -> tuple[dataset.JobDataset, bool]:
 def main() -> None:
     """Entry point of the process."""
     lifeline.hold()
-    parser = argparse.ArgumentParser(prog="marlaas_jax.workers.data_worker", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="marlaas_jax.workers.data_worker", description="Serves the items of all jobs.")
     parser.add_argument("--address", required=True, help="of the controller, as it printed it")
     parser.add_argument("--worker-id", default=None, help="new on every start; made up when left out")
     options = parser.parse_args()

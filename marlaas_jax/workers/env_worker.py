@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -256,7 +256,8 @@ class EnvWorker:
                     log.warning("controller gone reason=%s", error)
                     loop.call_soon_threadsafe(self._stop, EXIT_CONTROLLER_GONE)
                     return
-                loop.call_soon_threadsafe(self._on_message, message)
+                if message is not None:
+                    loop.call_soon_threadsafe(self._on_message, message)
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         self._ticked = time.monotonic()
@@ -310,7 +311,7 @@ async def _serve(client: Client) -> None:
     _exit(code)
 
 
-def _exit(code: int) -> None:
+def _exit(code: int) -> NoReturn:
     """Ends the process at once: threads of users' that hang must not hold it."""
     logging.shutdown()
     sys.stdout.flush()
@@ -321,7 +322,9 @@ def _exit(code: int) -> None:
 def main() -> None:
     """Entry point of the process."""
     lifeline.hold()
-    parser = argparse.ArgumentParser(prog="marlaas_jax.workers.env_worker", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="marlaas_jax.workers.env_worker", description="Runs the episodes of a pool of environments."
+    )
     parser.add_argument("--address", required=True, help="of the controller, as it printed it")
     parser.add_argument("--worker-id", default=None, help="new on every start; made up when left out")
     options = parser.parse_args()

@@ -247,6 +247,15 @@ class Family:
     assert asyncio.run(env.step(Action("x"))) == Done(0.5)
 
 
+def test_a_file_may_import_its_neighbours_and_names_tell_their_pool(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    (tmp_path / "neighbour_of_mine.py").write_text("def reward(p, c, i): return 3.0")
+    (tmp_path / "mine.py").write_text("from neighbour_of_mine import reward")
+    assert registry.make(registry.load(f"{tmp_path}/mine.py:reward"), "m", {}) is not None
+    assert registry.pool_of("words:repeat") == registry.pool_of("words:last_word") == "words"
+    assert registry.pool_of("a/b.py:f") == "a/b.py" and registry.pool_of("guess") == "guess"
+
+
 def test_families_of_other_packages_are_found(tmp_path, monkeypatch):
     (tmp_path / "other_pkg.py").write_text(
         "def make_family(variant):\n    class F: prompt_once = True; name = variant\n    return F()\n"

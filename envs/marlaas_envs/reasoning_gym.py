@@ -113,7 +113,9 @@ def _solver_stand_in() -> types.ModuleType:
     """Returns a module in place of pycosat, which has no wheel, needs a C compiler and serves one data set of a hundred."""
 
     def itersolve(*_: Any) -> Any:
-        raise EnvLookupError("env='reasoning_gym:zebra_puzzles': it needs pycosat and a C compiler; install it: pip install pycosat")
+        raise EnvLookupError(
+            "env='reasoning_gym:zebra_puzzles': it needs pycosat and a C compiler; install it: pip install pycosat"
+        )
 
     module = types.ModuleType("pycosat")
     vars(module)["itersolve"] = itersolve

@@ -1,9 +1,9 @@
 """One queue per job; the job furthest behind its weighted share of tokens goes first.
 
-A job's share is counted as tokens served over its weight. A job that comes back from idling starts level with the job that is
-furthest behind, so idling earns nothing. When the job at the front cannot start (no adapter slot is free), others may
-overtake it, but by no more than `max_overtaking_tokens` together: then only what has begun goes on, and that ends in bounded
-time.
+A job's share is counted as tokens served over its weight. A job that comes back from idling starts level with the job served
+last, so idling earns nothing (start-time fair queueing, Goyal et al. 1996). When the job at the front cannot start (no adapter
+slot is free), others may overtake it, but by no more than `max_overtaking_tokens` together: then only what has begun goes on,
+and that ends in bounded time.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ class FairQueue(Generic[Item]):
     def __init__(self, max_overtaking_tokens: float):
         self.max_overtaking_tokens = max_overtaking_tokens
         self._jobs: dict[str, _Job[Item]] = {}
+        self._level = 0.0  # where the job served last stood when its turn came
 
     def __len__(self) -> int:
         return sum(len(job.items) for job in self._jobs.values())
@@ -42,10 +43,8 @@ class FairQueue(Generic[Item]):
             self._jobs[name] = _Job(weight, deque())
         job = self._jobs[name]
         if not job.items:
-            waiting = [other.served for other in self._jobs.values() if other.items]
-            job.served = max(job.served, min(waiting, default=job.served))
+            job.served = max(job.served, self._level)
             job.overtaken_tokens = 0.0
-        job.served *= job.weight / weight  # tokens stay what they are
         job.weight = weight
         job.items.append(item)
 
@@ -64,15 +63,19 @@ class FairQueue(Generic[Item]):
         return None
 
     def charge(self, name: str, tokens: float) -> None:
-        """Counts tokens as served to a job: an estimate when it starts, a correction (perhaps negative) when it ends."""
-        if name not in self._jobs:
-            return
+        """Counts tokens as served to a job whose turn it is; where the number is not known yet, an estimate."""
         job = self._jobs[name]
         for other in self._jobs.values():
-            if other is not job and other.items and other.served < job.served:
-                other.overtaken_tokens += max(tokens, 0.0)
+            if other.items and other.served < job.served:
+                other.overtaken_tokens += tokens
+        self._level = max(self._level, job.served)
         job.served += tokens / job.weight
         job.overtaken_tokens = 0.0
+
+    def correct(self, name: str, tokens: float) -> None:
+        """Adds what an estimate was short of, or takes back what it was too much; a job that has gone is ignored."""
+        if name in self._jobs:
+            self._jobs[name].served += tokens / self._jobs[name].weight
 
     def remove(self, name: str, item: Item) -> None:
         """Takes out one item: it has started in full, or was cancelled."""

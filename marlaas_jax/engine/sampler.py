@@ -357,7 +357,7 @@ class Sampler:
         del self._rows[row.slot]
         request, job = row.request, row.request.message.job
         count = len(row.token_ids)
-        self._queue.charge(job, count - row.charged_tokens)
+        self._queue.correct(job, count - row.charged_tokens)
         self._mean_tokens[job] = 0.9 * self._mean_tokens.get(job, float(count)) + 0.1 * count
         self._ended.append(row.result(self._latest_version(job)))
         request.num_ended += 1

@@ -1,6 +1,7 @@
 """A small random model with a bank of unlike adapters, and its plain reference: merged weights, no cache, no bank."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -73,14 +74,16 @@ class World:
 
     def logprobs(self, adapter_slot: int, tokens: list[int]) -> np.ndarray:
         """Returns log-probabilities [T, V] of the token that follows each of `tokens`, by one whole forward pass."""
-        ids = jnp.asarray([tokens])
-        attend = attention.causal(jnp.asarray([len(tokens)]))
-        hidden, _ = _forward(self.config, self.merged(adapter_slot), ids, jnp.arange(len(tokens))[None], attend)
-        return np.asarray(jax.nn.log_softmax(transformer.unembed(self.params, hidden[0]), axis=-1))
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.asarray(_logprobs(self.config, self.merged(adapter_slot), padded, np.int32([len(tokens)])))[: len(tokens)]
 
 
-def _forward(config, params, ids, positions, attend):
-    return transformer.forward(config, params, ids, positions, attend)
+@functools.partial(jax.jit, static_argnums=0)
+def _logprobs(config, params, ids, length):
+    positions = jnp.arange(ids.shape[1])[None]
+    hidden, _ = transformer.forward(config, params, ids, positions, attention.causal(length))
+    return jax.nn.log_softmax(transformer.unembed(params, hidden[0]), axis=-1)
 
 
 @pytest.fixture(scope="session", params=["unrolled", "scanned"])

@@ -108,7 +108,7 @@ def check_against_forward(world, row: Row, tolerance: float = 1e-4):
 
 
 def test_prefill_and_decode_equal_a_whole_forward_pass(world):
-    """Rows of five adapters in one batch: the log-prob of each token is that of one pass over prompt and answer (ranks padded, H04)."""
+    """H04: rows of five adapters, ranks padded, in one batch: each log-prob is that of one pass over prompt and answer."""
     rows = make_rows([0, 1, 2, 3, 4, 2], [5, 0, 7, 3, 2, 1])
     run(world, rows, start(world, rows))
     for row in rows:

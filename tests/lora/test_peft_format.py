@@ -25,9 +25,13 @@ MAX_RANK = 6
 
 
 def adapted_logits(config, params, spec, weights, tokens_T):
-    bank = write(empty(config, 3, MAX_RANK), jnp.asarray(2), jax.tree.map(jnp.asarray, weights), jnp.asarray(spec.scale))
-    sides = apply.gather_blocks(bank, jnp.asarray([2]), unrolled=True)
-    return logits(config, params, tokens_T, project=apply.block_project, sides=sides)
+    @jax.jit
+    def sides(weights, scale):
+        bank = write(empty(config, 3, MAX_RANK), jnp.asarray(2), weights, scale)
+        return apply.gather_blocks(bank, jnp.asarray([2]), unrolled=True)
+
+    in_bank = sides(jax.tree.map(jnp.asarray, weights), jnp.float32(spec.scale))
+    return logits(config, params, tokens_T, project=apply.block_project, sides=in_bank)
 
 
 def random_adapter(config, spec, seed=0):

@@ -39,7 +39,7 @@ def smollm2(tmp_path_factory):
 
 
 def test_smollm2_from_gguf_equals_transformers(smollm2):
-    config, params = load(smollm2)
+    config, params = load(smollm2, unrolled=False)  # compiles faster than thirty unrolled layers
     with np.load(FIXTURES / "smollm2.npz") as reference:
         found = logits(config, params, reference["tokens_T"])
         stride = config.vocab_size // reference["logits"].shape[1]

@@ -1,7 +1,6 @@
 """Where names lead, one conversion under concurrent starts, and refusals in one sentence."""
 
 import importlib.metadata
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -51,26 +50,15 @@ def test_gguf_is_converted_once_and_again_when_it_changes(small_gguf, cache):
     assert source.resolve(str(small_gguf)) != folder
 
 
-def resolve_in_child(name, results):
-    try:
-        results.put(str(source.resolve(name)))
-    except Exception as error:
-        results.put(repr(error))
-        raise
-
-
 @pytest.mark.multiprocess
 def test_concurrent_starts_share_one_conversion(small_gguf, cache):
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    children = [context.Process(target=resolve_in_child, args=(str(small_gguf), results)) for _ in range(3)]
-    for child in children:
-        child.start()
-    found = {results.get(timeout=60) for _ in children}
-    for child in children:
-        child.join(60)
+    code = "import sys; from marlaas_jax.model import source; print(source.resolve(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(small_gguf)]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    found = {child.communicate(timeout=90)[0].strip() for child in children}
+    assert [child.returncode for child in children] == [0, 0, 0]
     assert len(found) == 1 and (Path(found.pop()) / "config.json").is_file()
-    assert [p.name for p in cache.iterdir() if p.name.endswith(".tmp")] == []
+    assert len([p for p in cache.iterdir() if p.is_dir()]) == 1
 
 
 def test_interrupted_conversion_leaves_nothing_and_starts_again(small_gguf, cache, monkeypatch):

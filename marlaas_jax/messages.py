@@ -19,7 +19,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 # ---- connection (any process <-> controller)
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of a worker. `role`: "sampler", "learner", "environment" or "data"; `worker_id` changes on every start."""
 
     role: str
@@ -29,17 +29,17 @@ class Hello(Message):
     info: dict[str, Any] = {}
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Sent both ways every second, from a thread or loop that compute does not block."""
 
     worker_id: str
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     """The controller asks a worker to end; it finishes its dispatch and exits."""
 
 
-class WorkerFailed(Message):
+class WorkerFailed(Message, frozen=True):
     """A worker that cannot go on says why, then exits. `kind` is the exception's class name."""
 
     worker_id: str
@@ -50,7 +50,7 @@ class WorkerFailed(Message):
 # ---- controller -> device
 
 
-class AddJob(Message):
+class AddJob(Message, frozen=True):
     """Opens a job on sampler and learner. `config` is the JobConfig as JSON; `job_dir` holds its checkpoints.
 
     resume: start from the newest committed step in `job_dir` if there is one. The answer is JobReady or JobFailed.
@@ -63,7 +63,7 @@ class AddJob(Message):
     resume: bool = False
 
 
-class RemoveJob(Message):
+class RemoveJob(Message, frozen=True):
     """Closes a job: running requests are cancelled, its slots wiped and freed. No answer."""
 
     job: str
@@ -82,7 +82,7 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class Generate(Message):
+class Generate(Message, frozen=True):
     """Asks for one completion per seed of one prompt, all under one snapshot.
 
     version: -1 is the newest snapshot of the job, resolved by the sampler at admission; -2 is the base model (null adapter).
@@ -99,7 +99,7 @@ class Generate(Message):
     weight: float = 1.0
 
 
-class CancelGenerate(Message):
+class CancelGenerate(Message, frozen=True):
     """Ends the request's samples; each still answers, with finish_reason "cancelled"."""
 
     request_id: str
@@ -125,7 +125,7 @@ class TrainGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: tuple[TrainRow, ...]
 
 
-class TrainBatch(Message):
+class TrainBatch(Message, frozen=True):
     """The groups of one batch of one job. `step` counts the job's batches from 0; `ledger` is committed with the weights."""
 
     job: str
@@ -136,7 +136,7 @@ class TrainBatch(Message):
     reward_mean: float  # decides which checkpoint is the best
 
 
-class FinishJob(Message):
+class FinishJob(Message, frozen=True):
     """Asks for the job's last checkpoint and its adapter as a PEFT folder at `export_dir`. Answered by JobFinished."""
 
     job: str
@@ -147,7 +147,7 @@ class FinishJob(Message):
 # ---- device -> controller
 
 
-class JobReady(Message):
+class JobReady(Message, frozen=True):
     """The job's version 0 (or resumed) snapshot went the real way to the sampler; generation may start."""
 
     job: str
@@ -159,7 +159,7 @@ class JobReady(Message):
     receipt: dict[str, Any]  # modules that got an adapter, parameters that train, rank, alpha
 
 
-class JobFailed(Message):
+class JobFailed(Message, frozen=True):
     """The job cannot go on; the others notice nothing. `kind` is the exception's class name, `reason` one sentence."""
 
     job: str
@@ -168,7 +168,7 @@ class JobFailed(Message):
     reason: str
 
 
-class JobFinished(Message):
+class JobFinished(Message, frozen=True):
     """Answers FinishJob."""
 
     job: str
@@ -177,7 +177,7 @@ class JobFinished(Message):
     export_dir: str
 
 
-class Generated(Message):
+class Generated(Message, frozen=True):
     """One finished completion. `token_ids` include the end id or the token that completed a stop string.
 
     finish_reason: "stop" (an end id, a stop id or a stop string), "length" (max_tokens), "context" (the context is full),
@@ -199,7 +199,7 @@ class Generated(Message):
     error: str = ""
 
 
-class StepDone(Message):
+class StepDone(Message, frozen=True):
     """A batch is trained and its snapshot published. Metrics are finite floats named `subsystem/quantity_unit`."""
 
     job: str
@@ -210,7 +210,7 @@ class StepDone(Message):
     metrics: dict[str, float]
 
 
-class Checkpointed(Message):
+class Checkpointed(Message, frozen=True):
     """The state after `step` batches is committed on disk."""
 
     job: str
@@ -218,7 +218,7 @@ class Checkpointed(Message):
     step: int
 
 
-class JobWarning(Message):
+class JobWarning(Message, frozen=True):
     """Something that the job's owner should read and that does not end the job: a checkpoint that was not written, say."""
 
     job: str
@@ -226,7 +226,7 @@ class JobWarning(Message):
     text: str
 
 
-class DeviceStatus(Message):
+class DeviceStatus(Message, frozen=True):
     """Once a second: what the device did since the last one. Seconds are busy seconds per stage and job."""
 
     worker_id: str
@@ -240,7 +240,7 @@ class DeviceStatus(Message):
 # ---- controller <-> environment and data workers
 
 
-class LoadEnv(Message):
+class LoadEnv(Message, frozen=True):
     """Tells a worker which environment or data set a job uses. The answer is EnvLoaded."""
 
     job: str
@@ -251,7 +251,7 @@ class LoadEnv(Message):
     seed: int = 0
 
 
-class EnvLoaded(Message):
+class EnvLoaded(Message, frozen=True):
     """`error` is empty on success. A data worker says how many items each split has (0: unlimited)."""
 
     job: str
@@ -262,7 +262,7 @@ class EnvLoaded(Message):
     prompt_once: bool = True  # all episodes of an item start with the same prompt
 
 
-class GetItem(Message):
+class GetItem(Message, frozen=True):
     """Asks the data worker for item `index` of a split ("train": index is the ticket; "eval": 0..num_items-1)."""
 
     request_id: str
@@ -272,7 +272,7 @@ class GetItem(Message):
     index: int
 
 
-class Item(Message):
+class Item(Message, frozen=True):
     """Answers GetItem: the item as JSON, or why there is none."""
 
     request_id: str
@@ -280,7 +280,7 @@ class Item(Message):
     error: str = ""
 
 
-class EnvReset(Message):
+class EnvReset(Message, frozen=True):
     """Starts an episode. `attempt` counts restarts of `episode_id`; answers of an older attempt are ignored."""
 
     episode_id: str
@@ -292,7 +292,7 @@ class EnvReset(Message):
     timeout_s: float
 
 
-class EnvStep(Message):
+class EnvStep(Message, frozen=True):
     """Gives the policy's turn to the environment. Never sent twice."""
 
     episode_id: str
@@ -304,14 +304,14 @@ class EnvStep(Message):
     timeout_s: float
 
 
-class EnvClose(Message):
+class EnvClose(Message, frozen=True):
     """The episode ended on the controller's side; the worker forgets it. No answer."""
 
     episode_id: str
     attempt: int
 
 
-class EnvObservation(Message):
+class EnvObservation(Message, frozen=True):
     """What the policy sees next. Exactly one of `text` (appended as it is) or `messages` (rendered by the chat template)."""
 
     episode_id: str
@@ -323,7 +323,7 @@ class EnvObservation(Message):
     stop: tuple[str, ...] = ()  # besides the job's own stop strings
 
 
-class EnvDone(Message):
+class EnvDone(Message, frozen=True):
     """The episode's end. A missing reward is None; a non-finite one arrives as None with `note`."""
 
     episode_id: str
@@ -333,7 +333,7 @@ class EnvDone(Message):
     note: str = ""
 
 
-class EnvError(Message):
+class EnvError(Message, frozen=True):
     """The environment failed. kind: "raised", "timeout", "bad_answer" or "lost"; `text` is the traceback or the reason."""
 
     episode_id: str

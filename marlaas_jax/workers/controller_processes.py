@@ -1,7 +1,8 @@
 """The child processes of a run: one device process, data workers, pools of environment workers.
 
-Built-in environments share a pool per family and one data worker; a job with a user's own file has both to itself, so that
-whatever its code does stays its own affair. Pools are retired when the last job that uses them is over.
+Built-in environments share a pool per family; a job with a user's own file has a pool to itself, so that whatever its code
+does stays its own affair. One data worker serves all jobs, a second one those whose items come out of a user's file. Workers
+are retired when the last job that uses them is over.
 """
 
 import asyncio

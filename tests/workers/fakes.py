@@ -3,9 +3,9 @@
     python -m tests.workers.fakes --address A --config RUN/config.yaml --worker-id ID
 
 Completions are "yes" or "no", decided by seed and version, so a run is reproducible. Each job's state is a JSON file per
-committed step. $FAKE_DEVICE holds JSON: `die_at_step` (exit hard once when that batch was trained and before it is reported),
-`marker` (a file that says it happened), `commit_every` (batches), `wrong_fingerprint_at` (version), `fail_job` ({name: step}),
-`train_s` (seconds per batch).
+committed step. $FAKE_DEVICE holds JSON; the first three by job: `die_at` (exit hard, once, when that batch is trained and not
+yet reported), `wrong_weights_at` (version), `fail_at` (step); `commit_every` (batches, by job; 2), `marker` (a file that says
+that it died), `train_s` (seconds per batch).
 """
 
 import argparse
@@ -82,7 +82,11 @@ class FakeDevice:
         word = "yes" if int.from_bytes(digest, "big") / 2**32 < min(0.95, 0.3 + 0.12 * version) else "no"
         ids = self.words[word]
         logprobs = struct.pack(f"<{len(ids)}f", *[-0.7] * len(ids))
-        claimed = "wrong" if self.options.get("wrong_fingerprint_at") == version else self.fingerprint(message.job, version)
+        claimed = (
+            "wrong"
+            if self.options.get("wrong_weights_at", {}).get(message.job) == version
+            else self.fingerprint(message.job, version)
+        )
         return Generated(
             message.request_id, sample, message.job, message.incarnation, ids, logprobs, logprobs, "stop", version, version,
             claimed, text=word,
@@ -94,16 +98,16 @@ class FakeDevice:
             return []
         time.sleep(self.options.get("train_s", 0.0))
         job["step"] += 1
-        if self.options.get("fail_job", {}).get(batch.job) == job["step"]:
+        if self.options.get("fail_at", {}).get(batch.job) == job["step"]:
             del self.jobs[batch.job]
             return [JobFailed(batch.job, batch.incarnation, "NonFinite", "3 gradients in a row were not finite")]
         answers: list = []
-        if job["step"] % self.options.get("commit_every", 2) == 0:
+        if job["step"] % self.options.get("commit_every", {}).get(batch.job, 2) == 0:
             self.commit(job, batch.ledger)
             answers.append(Checkpointed(batch.job, batch.incarnation, job["step"]))
         job["ledger"] = base64.b64encode(batch.ledger).decode()
         marker = self.options.get("marker")
-        if self.options.get("die_at_step") == job["step"] and marker and not Path(marker).exists():
+        if self.options.get("die_at", {}).get(batch.job) == job["step"] and marker and not Path(marker).exists():
             Path(marker).touch()
             os._exit(9)
         version = job["step"]

@@ -50,7 +50,7 @@ def _past_tense(entry: Pair) -> Pair:
 
 
 def _capital_city(entry: Pair) -> Pair:
-    return f"capital of {entry[0]}", entry[1]
+    return f"What is the capital of {entry[0]}?", entry[1]  # "capital of X" is copied, not answered, by small models
 
 
 def _sentiment(entry: Pair) -> Pair:

@@ -95,7 +95,9 @@ def test_words_of_train_and_eval_are_disjoint_too():
 
 def test_words_prompt_has_two_shots_and_shots_can_be_chosen():
     (item,) = items("words:capital_city", "train", 1)
-    assert item["prompt"].startswith("Q: capital of Italy\nA: Rome\nQ: capital of Japan\nA: Tokyo\nQ: capital of ")
+    assert item["prompt"].startswith(
+        "Q: What is the capital of Italy?\nA: Rome\nQ: What is the capital of Japan?\nA: Tokyo\nQ: What is"
+    )
     (item,) = items("words:first_letter", "train", 1, shots=0)
     assert item["prompt"].startswith("Q: first letter of") and item["prompt"].count("Q:") == 1
     with pytest.raises(EnvLookupError, match=r"env_args.shots=9: must be a whole number from 0 to 4"):

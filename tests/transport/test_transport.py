@@ -118,6 +118,35 @@ def test_slow_joiner_and_slow_reader_lose_nothing(window):
     run(main())
 
 
+@pytest.mark.slow
+def test_late_worker_and_long_pause_under_full_load():
+    """H30 as reported: 5,000 tasks wait for a worker that comes 5 s late, its queue is 10, and it pauses for 30 s."""
+
+    async def main():
+        async with Server("ipc", window=10) as server:
+            tasks = [CancelGenerate(str(i)) for i in range(5000)]
+            await asyncio.sleep(5)
+            client = await connect(server)
+            worker_id, _ = await server.receive()
+            for task in tasks:
+                server.send(worker_id, task)
+
+            def work():
+                for i in range(5000):
+                    if i == 100:
+                        time.sleep(30)
+                    client.send(EnvClose(client.receive(60).request_id, 0))
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            got = [(await server.receive())[1].episode_id for _ in range(5000)]
+            thread.join()
+            assert got == [str(i) for i in range(5000)]
+            await asyncio.to_thread(client.close)
+
+    asyncio.run(asyncio.wait_for(main(), 110))
+
+
 def test_client_send_blocks_when_the_server_does_not_read():
     async def main():
         async with Server("ipc", window=10) as server:

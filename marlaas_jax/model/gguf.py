@@ -59,7 +59,7 @@ def convert(path: Path, folder: Path) -> None:
     def read(name: str) -> np.ndarray:
         array = _dequantize(source[name])
         key = by_name[name].key
-        if config.architecture == "llama" and key in ("q", "k"):
+        if config.architecture in ("llama", "mistral") and key in ("q", "k"):
             array = unpermute(array, config.num_query_heads if key == "q" else config.num_kv_heads)
         return array
 
@@ -116,8 +116,9 @@ def _config(path: Path, fields: dict[str, Any], stored: dict[str, Any]) -> Model
     head_dim = get("attention.key_length", model_dim // num_heads)
     if get("rope.dimension_count", head_dim) != head_dim:
         raise InvalidConfig(f"{path}: {architecture}.rope.dimension_count={get('rope.dimension_count')} must be {head_dim}")
+    window = fields.get(f"{architecture}.attention.sliding_window")
     config = ModelConfig(
-        architecture=architecture,
+        architecture="mistral" if architecture == "llama" and window else architecture,  # Mistral files call themselves llama
         num_layers=get("block_count"),
         model_dim=model_dim,
         num_query_heads=num_heads,
@@ -129,8 +130,9 @@ def _config(path: Path, fields: dict[str, Any], stored: dict[str, Any]) -> Model
         norm_eps=_clean(get("attention.layer_norm_rms_epsilon")),
         max_position=get("context_length"),
         tied_embeddings="output.weight" not in stored,
+        sliding_window=window or None,
     )
-    config = dataclasses.replace(config, rope_scaling=_rope_scaling(path, config, fields, stored))
+    config = dataclasses.replace(config, rope_scaling=_rope_scaling(path, config, architecture, fields, stored))
     return hf_config.parse(hf_config.to_json(config), str(path))  # the same checks as for a config.json
 
 
@@ -139,12 +141,14 @@ def _clean(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope_scaling(path: Path, config: ModelConfig, fields: dict[str, Any], stored: dict[str, Any]) -> RopeScaling | None:
-    kind = fields.get(f"{config.architecture}.rope.scaling.type", "none")
+def _rope_scaling(
+    path: Path, config: ModelConfig, architecture: str, fields: dict[str, Any], stored: dict[str, Any]
+) -> RopeScaling | None:
+    kind = fields.get(f"{architecture}.rope.scaling.type", "none")
     if kind == "linear":
-        return RopeScaling("linear", _clean(fields.get(f"{config.architecture}.rope.scaling.factor", 1.0)))
+        return RopeScaling("linear", _clean(fields.get(f"{architecture}.rope.scaling.factor", 1.0)))
     if kind != "none":
-        raise InvalidConfig(f"{path}: {config.architecture}.rope.scaling.type={kind!r} is not supported; allowed: none, linear")
+        raise InvalidConfig(f"{path}: {architecture}.rope.scaling.type={kind!r} is not supported; allowed: none, linear")
     if _ROPE_FACTORS not in stored:
         return None
     # The file holds what each frequency is divided by, not the four numbers it came from. All published models share

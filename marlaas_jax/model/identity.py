@@ -60,7 +60,7 @@ def _weights(folder: Path) -> str:
     for name in sorted(checkpoint.file_of):
         entry = checkpoint.files[checkpoint.file_of[name]].entries[name]
         digest.update(json.dumps([name, entry.dtype, list(entry.shape)]).encode())
-        digest.update(checkpoint.read(name).reshape(-1).view(np.uint8))
+        digest.update(checkpoint.read(name).reshape(-1).view(np.uint8).data)
     with contextlib.suppress(StorageError):  # a cache that cannot be written costs a second at the next start
         write_json(memo, {"folder": str(folder.resolve()), "files": key, "weights": digest.hexdigest()})
     return digest.hexdigest()

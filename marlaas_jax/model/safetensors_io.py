@@ -56,7 +56,7 @@ class TensorFile:
 
 
 def _read_into(file: Any, target: np.ndarray) -> None:
-    view = memoryview(target)
+    view = target.data
     while len(view):
         count = file.readinto(view)
         if not count:
@@ -116,4 +116,4 @@ def write_file(
         for name, shape in shapes.items():
             array = np.asarray(tensor(name), FLOATS[dtype], order="C")
             assert array.shape == tuple(shape), f"{name}: {array.shape} instead of {shape}"
-            file.write(array.reshape(-1).view(np.uint8))
+            file.write(array.reshape(-1).view(np.uint8).data)

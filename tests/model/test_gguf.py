@@ -96,11 +96,14 @@ def fixture(name):
     return config, {tensor: file.read(tensor).astype(np.float32) for tensor in file.entries}
 
 
-@pytest.mark.parametrize("name", ["llama2_untied", "qwen2_tied", "qwen2_untied", "qwen3_tied", "qwen3_untied"])
+@pytest.mark.parametrize("name", ["llama2_untied", "mistral_tied", "qwen2_tied", "qwen2_untied", "qwen3_tied", "qwen3_untied"])
 def test_converted_model_has_the_original_bits_and_logits(name, tmp_path):
     """The permutation of llama.cpp is undone for llama and only for llama; biases and q/k norms come along."""
     config, tensors = fixture(name)
-    write_gguf(tmp_path / "m.gguf", config, tensors, config.architecture)
+    architecture, fields = config.architecture, {}
+    if architecture == "mistral":
+        architecture, fields = "llama", {"llama.attention.sliding_window": config.sliding_window}
+    write_gguf(tmp_path / "m.gguf", config, tensors, architecture, fields=fields)
     convert(tmp_path / "m.gguf", tmp_path / "m")
     assert hf_config.read(tmp_path / "m") == config
     found = open_file(tmp_path / "m" / "model.safetensors")

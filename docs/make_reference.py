@@ -1,9 +1,12 @@
-"""Writes docs/configuration.md from marlaas_jax/config.py: every key, its type, default, limits and comment.
+"""Writes the pages that are made from code, so that they cannot be wrong:
 
-    python docs/make_reference.py          write the page
-    python docs/make_reference.py --check  exit with 1 if the page is not what it would write
+    docs/configuration.md   from marlaas_jax/config.py: every key, its type, default, limits and comment
+    docs/messages.md        from marlaas_jax/messages.py: every message of the wire protocol, its fields and comments
 
-The text beside a key is the comment on its line in config.py, or the comment lines right above it.
+    python docs/make_reference.py           writes them
+    python docs/make_reference.py --check   exits with 1 if one is not what it would write
+
+The text beside a key is the comment on its line in the source, or the comment lines right above it.
 """
 
 import inspect
@@ -13,12 +16,13 @@ import types
 import typing
 from pathlib import Path
 
+import msgspec
 import pydantic
 
-from marlaas_jax import config
+from marlaas_jax import config, messages
 
-PAGE = Path(__file__).parent / "configuration.md"
-HEAD = """# Configuration reference
+FOLDER = Path(__file__).parent
+CONFIGURATION_HEAD = """# Configuration reference
 
 <!-- Written by docs/make_reference.py from marlaas_jax/config.py; change those and run it again. -->
 
@@ -26,19 +30,58 @@ A file holds either one job, or `jobs:` (a list) with an optional `runtime:`. Un
 defaults below, then the file, then `--set`, as in `--set runtime.engine.num_decode_slots=64`, `--set jobs.NAME.steps=5` or
 `--set jobs.*.steps=5`. `marlaas run --check FILE` prints the resolved configuration and runs nothing.
 """
+MESSAGES_HEAD = f"""# Messages
+
+<!-- Written by docs/make_reference.py from marlaas_jax/messages.py; change those and run it again. -->
+
+{(messages.__doc__ or "").strip()}
+
+Protocol version {messages.PROTOCOL_VERSION}, exchanged in `Hello`. Fields without a default must be given;
+unknown ones are refused.
+"""
 
 
-def page() -> str:
-    """Returns the whole page."""
-    parts = [HEAD]
+def configuration() -> str:
+    """Returns the page of job files and the runtime."""
+    parts = [CONFIGURATION_HEAD]
     parts += _tables(config.JobConfig, "", "A job")
     parts += _tables(config.RuntimeConfig, "runtime", "The runtime")
-    return "\n".join(parts)
+    return "\n".join(parts) + "\n"
+
+
+def protocol() -> str:
+    """Returns the page of messages, in the order and under the headings of the source."""
+    parts = [MESSAGES_HEAD]
+    for line in inspect.getsource(messages).splitlines():
+        heading, struct = re.match(r"# ---- (.*)", line), re.match(r"class (\w+)\(", line)
+        if heading:
+            parts.append(f"\n## {heading[1].capitalize()}")
+        elif struct and struct[1] != "Message":
+            parts += _fields(getattr(messages, struct[1]))
+    return "\n".join(parts) + "\n"
+
+
+def _fields(struct: type[msgspec.Struct]) -> list[str]:
+    """Returns a message's paragraph and table."""
+    fields = msgspec.structs.fields(struct)
+    comments = _comments(struct, {field.name for field in fields})
+    lines = [f"\n### `{struct.__name__}`\n", inspect.cleandoc(struct.__doc__ or "")]
+    if fields:
+        lines += ["\n| field | type | default | meaning |", "|---|---|---|---|"]
+    for field in fields:
+        kind = field.type.__name__ if isinstance(field.type, type) and not typing.get_args(field.type) else str(field.type)
+        kind = kind.replace("marlaas_jax.messages.", "").replace("typing.", "")
+        if field.default is not msgspec.NODEFAULT:
+            default = f"`{field.default!r}`"
+        else:
+            default = f"`{field.default_factory()!r}`" if field.default_factory is not msgspec.NODEFAULT else ""
+        lines.append(f"| `{field.name}` | `{_escape(kind)}` | {_escape(default)} | {_escape(comments.get(field.name, ''))} |")
+    return lines
 
 
 def _tables(section: type[pydantic.BaseModel], prefix: str, title: str) -> list[str]:
     """Returns the section's table, then those of the sections in it."""
-    comments = _comments(section)
+    comments = _comments(section, set(section.model_fields))
     doc = (section.__doc__ or "").strip()
     rows = [f"\n## {title}\n", doc + "\n", "| key | type | default | meaning |", "|---|---|---|---|"]
     nested: list[str] = []
@@ -56,7 +99,7 @@ def _tables(section: type[pydantic.BaseModel], prefix: str, title: str) -> list[
     return [*rows, *nested]
 
 
-def _comments(section: type[pydantic.BaseModel]) -> dict[str, str]:
+def _comments(section: type, names: set[str]) -> dict[str, str]:
     """Returns field -> comment: the one on its line, or the block above it."""
     found: dict[str, str] = {}
     above: list[str] = []
@@ -65,7 +108,7 @@ def _comments(section: type[pydantic.BaseModel]) -> dict[str, str]:
         field = re.match(r"    (\w+):[^#]*(?:#\s*(.*))?$", line)
         if text.startswith("#"):
             above.append(text.lstrip("# "))
-        elif field and field[1] in section.model_fields:
+        elif field and field[1] in names:
             found[field[1]] = " ".join([*above, field[2] or ""]).strip()
             above = []
         else:
@@ -129,15 +172,19 @@ def _escape(text: object) -> str:
 
 
 def main() -> int:
-    text = page() + "\n"
-    if "--check" in sys.argv[1:]:
-        current = PAGE.is_file() and PAGE.read_text() == text
-        if not current:
-            print(f"{PAGE}: out of date; run python docs/make_reference.py", file=sys.stderr)
-        return 0 if current else 1
-    PAGE.write_text(text)
-    print(f"wrote {PAGE}")
-    return 0
+    """Writes or checks both pages; returns the exit code."""
+    stale = 0
+    for name, text in {"configuration.md": configuration(), "messages.md": protocol()}.items():
+        path = FOLDER / name
+        if path.is_file() and path.read_text() == text:
+            continue
+        stale += 1
+        if "--check" in sys.argv[1:]:
+            print(f"{path}: out of date; run python docs/make_reference.py", file=sys.stderr)
+        else:
+            path.write_text(text)
+            print(f"wrote {path}")
+    return 1 if stale and "--check" in sys.argv[1:] else 0
 
 
 if __name__ == "__main__":

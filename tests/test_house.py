@@ -109,7 +109,7 @@ def test_wheel_holds_both_packages_and_the_assets(tmp_path):
     assert wheel.stat().st_size < 6_000_000
 
 
-def test_configuration_reference_is_current():
+def test_pages_made_from_code_are_current():
     done = subprocess.run(
         [sys.executable, "docs/make_reference.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

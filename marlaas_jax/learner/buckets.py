@@ -88,9 +88,9 @@ def plan(
     rows = min(section.block_rows, max(group_sizes, default=section.block_rows))
     shapes = []
     for prompt, suffix in bucket_pairs(max_context, section.prompt_buckets, section.suffix_buckets):
-        fitting = max(min(rows, (max(tokens, 2 * max_context) - prompt) // suffix), 1)
-        block = prompt + fitting * suffix
-        shapes.append(BlockShape(prompt, suffix, fitting, max(tokens // block, 1)))
+        fitting = max((max(tokens, 2 * max_context) - prompt) // suffix, 1)
+        together = -(-rows // -(-rows // fitting))  # a group that must be split is split evenly
+        shapes.append(BlockShape(prompt, suffix, together, max(tokens // (prompt + together * suffix), 1)))
     if len(shapes) > MAX_SHAPES:
         raise InvalidConfig(
             f"runtime.learner.prompt_buckets={list(section.prompt_buckets)} with "

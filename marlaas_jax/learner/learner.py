@@ -1,9 +1,9 @@
 """The learner: many jobs' batches in, one optimizer step per minibatch each, snapshots out. Single-threaded.
 
 `step` runs one bounded dispatch. Jobs share micro-batches: the job furthest behind in service fills one first, blocks of the
-same shape of the others take the places that are left. Accumulators stay on the device between dispatches, so a
-micro-batch may be interrupted after any of its programs. A job's version rises by `minibatches` with every batch, also where a step was skipped
-(nothing to learn, or a gradient that is not finite), so versions keep pace with batches.
+same shape of the others take the places that are left. Accumulators stay on the device between dispatches, so a micro-batch
+may be interrupted after any of its programs. A job's version rises by `minibatches` with every batch, also where a step was
+skipped (nothing to learn, or a gradient that is not finite), so versions keep pace with batches.
 """
 
 import dataclasses

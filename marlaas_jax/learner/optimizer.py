@@ -36,7 +36,7 @@ def adamw(weights: Tree, first: Tree, second: Tree, gradient: Tree, hyper: Hyper
 
     The learning rate multiplies the decay too, as in torch and optax.
     """
-    norm = optax.global_norm(gradient)
+    norm = optax.tree.norm(gradient)
     shrink = jnp.minimum(1.0, hyper.max_norm / jnp.maximum(norm, 1e-30))
     gradient = jax.tree.map(lambda g: g * shrink, gradient)
     adam = optax.scale_by_adam(hyper.beta1, hyper.beta2, hyper.eps)

@@ -1,7 +1,9 @@
 """Where a server binds: ipc paths that fit into a socket address, or a loopback port chosen by the system."""
 
+import contextlib
 import os
 import secrets
+import shutil
 import socket
 import stat
 import sys
@@ -40,10 +42,35 @@ def _private_folder() -> Path:
     for base in (tempfile.gettempdir(), "/tmp"):
         name = f"marlaas-{os.getpid()}-{secrets.token_hex(3)}"
         if len(os.fsencode(os.path.join(base, name, "s" + _SUFFIX))) <= MAX_IPC_PATH_BYTES and os.access(base, os.W_OK):
+            _remove_left_behind(Path(base))
             folder = Path(base) / name
             folder.mkdir(mode=0o700)
             return folder
     raise InvalidConfig(f"address='ipc': neither {tempfile.gettempdir()} nor /tmp can hold a socket; use tcp://127.0.0.1:0")
+
+
+def _remove_left_behind(base: Path) -> None:
+    """Deletes our own folders whose process is dead and whose socket nobody serves: those of runs that were killed hard."""
+    for folder in base.glob("marlaas-*-*"):
+        pid = folder.name.split("-")[1]
+        with contextlib.suppress(OSError):
+            if (
+                pid.isdigit()
+                and folder.stat().st_uid == os.getuid()
+                and not _is_alive(int(pid))
+                and not _is_served(f"{folder}/s")
+            ):
+                shutil.rmtree(folder)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _check_ipc_path(path: str) -> None:

@@ -1,7 +1,10 @@
 """Server and Client over real sockets in one process, and their in-memory twins under the same tests."""
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -293,6 +296,23 @@ def test_long_tmpdir_still_gets_a_short_socket_path(monkeypatch, tmp_path):
         async with Server("ipc") as server:
             assert len(server.address) < 100
             await asyncio.to_thread((await connect(server)).close)
+
+    run(main())
+
+
+def test_folders_of_runs_that_were_killed_are_removed_and_no_others(monkeypatch, tmp_path):
+    """H33: only our own, of dead processes, that nobody serves."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for name in (f"marlaas-{dead.pid}-abc", f"marlaas-{os.getpid()}-abc", "marlaas-other-abc", f"mine-{dead.pid}-abc"):
+        (tmp_path / name).mkdir()
+
+    async def main():
+        async with Server("ipc") as server:
+            if str(tmp_path) in server.address:  # else the test's folder is too deep for a socket
+                kept = {path.name for path in tmp_path.iterdir()}
+                assert f"marlaas-{dead.pid}-abc" not in kept and len(kept) == 4
 
     run(main())
 

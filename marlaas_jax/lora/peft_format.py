@@ -154,7 +154,7 @@ def load(folder: Path, config: ModelConfig, max_rank: int, base: Mapping[str, st
     _refuse_mismatch(folder, found)
     note = _note(file)
     if base is not None and note.get("base"):
-        require_same(note["base"], base, f"the adapter {folder} has a base that", "the run's")
+        require_same(note["base"], base, f"the adapter {folder}: its", "the run's")
     weights = _read(file, config, rank, max_rank, targets)
     spec = AdapterSpec(rank, alpha, targets, int(note.get("seed", 0)))
     return Imported(spec, weights, found, note.get("base"), note.get("extra", {}))

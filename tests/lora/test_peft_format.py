@@ -128,7 +128,7 @@ def test_nothing_is_dropped_on_export(tmp_path):
 def test_other_base_is_refused(tmp_path):
     spec = AdapterSpec(2, 4.0, ("q",))
     peft_format.save(tmp_path, CONFIG, spec, random_adapter(CONFIG, spec), BASE)
-    with pytest.raises(InvalidConfig, match="weights"):
+    with pytest.raises(InvalidConfig, match=r"its base model is base \(weights 1{12}\), the run.s is"):
         peft_format.load(tmp_path, CONFIG, MAX_RANK, BASE | {"weights": "9" * 64})
 
 

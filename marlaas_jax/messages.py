@@ -260,6 +260,7 @@ class EnvLoaded(Message, frozen=True):
     num_train: int = 0
     num_eval: int = 0
     prompt_once: bool = True  # all episodes of an item start with the same prompt
+    retry_lost: bool = True  # an episode whose worker died may start again; False: the environment says `retry = "never"`
 
 
 class GetItem(Message, frozen=True):

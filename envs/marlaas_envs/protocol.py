@@ -75,6 +75,8 @@ class EnvFamily(Protocol):
     """What a name stands for. `env_args` of a job go to `dataset` and `make`, to each those that it names.
 
     prompt_once: every episode of an item starts with the same prompt, so a group's prompt is computed once.
+    retry (optional): "never" where an episode has effects outside that must not happen twice; when its worker dies it fails
+    instead of starting again.
     """
 
     prompt_once: bool

@@ -117,6 +117,7 @@ class FileFamily:
         self._found = found
         self._name = name
         self._items = items
+        self.retry = getattr(found, "retry", "")
         self._is_env = hasattr(found, "reset") and hasattr(found, "step")
         if self._is_env:
             self.make = found  # its own arguments are the allowed ones

@@ -177,7 +177,8 @@ class Orchestrator:
         job = self.job_of(name)
         if job is not None:
             event(job)
-            self._pump(now)
+            self._collect(job, now)
+            self._fill(self.pools[self._pool_of[job.settings.name]], now)
 
     def _is_current(self, job: str, incarnation: int) -> bool:
         rollout = self.jobs.get(job)
@@ -234,12 +235,15 @@ class Orchestrator:
             self._collect(rollout, now)
 
     def _pump(self, now: float) -> None:
-        """Starts what may start and moves the jobs' commands on, until nothing is left to do."""
+        """Moves all jobs' commands on and starts what may start."""
         for rollout in list(self.jobs.values()):
             self._collect(rollout, now)
         for pool in self.pools.values():
-            self._assign_waiting(pool, now)
-            self._start_groups(pool, now)
+            self._fill(pool, now)
+
+    def _fill(self, pool: Pool, now: float) -> None:
+        self._assign_waiting(pool, now)
+        self._start_groups(pool, now)
 
     def _start_groups(self, pool: Pool, now: float) -> None:
         ready = {job for worker in pool.workers.values() for job in worker.jobs if job in self.jobs}

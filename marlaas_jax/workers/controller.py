@@ -342,11 +342,12 @@ class Controller:
             if is_again:
                 self.orchestrator.on_data_worker_ready(job.name, now)
         else:
+            job.env_ready = job.env_ready or message
             self.orchestrator.on_worker_ready(self._processes.pool_of(name), worker_id, job.name, now)
         self._begin_if_ready(job, now)
 
     def _begin_if_ready(self, job: Job, now: float) -> None:
-        if job.state != STARTING or job.device_ready is None or job.data_ready is None:
+        if job.state != STARTING or job.device_ready is None or job.missing():
             return
         eval_first = job.begin()
         self.phase = "running"
@@ -580,7 +581,7 @@ class Controller:
             return "export: the last checkpoint and the adapter are being written"
         if job.state == RUNNING:
             return self.orchestrator.why(job.name, now)
-        missing = [what for what, there in (("device", job.device_ready), ("data", job.data_ready)) if there is None]
+        missing = job.missing()
         compiled, programs = self._programs
         progress = f" ({compiled} of {programs} programs compiled)" if "device" in missing and programs else ""
         return f"start: waits for {' and '.join(missing)}{progress}"

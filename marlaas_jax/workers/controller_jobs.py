@@ -29,6 +29,7 @@ class Job:
         self.incarnation = 0
         self.device_ready: JobReady | None = None
         self.data_ready: EnvLoaded | None = None
+        self.env_ready: EnvLoaded | None = None  # the first worker's answer
         self.is_resumed = False
         self.step = 0
         self.tokens_sampled = 0
@@ -70,12 +71,18 @@ class Job:
         self.since = time.monotonic()
         self.device_ready = None
         self.data_ready = None
+        self.env_ready = None
         self.files.save_state(incarnation=self.incarnation, state=STARTING)
 
     def load_message(self) -> LoadEnv:
         """Returns what the environment and data workers are told about the job."""
         data = self.config.data.model_dump_json().encode() if self.config.data is not None else b""
         return LoadEnv(self.name, self.incarnation, self.config.env, self.config.env_args, data, self.config.seed)
+
+    def missing(self) -> list[str]:
+        """Returns what must still be ready before rollouts can start."""
+        parts = {"device": self.device_ready, "data": self.data_ready, "environment": self.env_ready}
+        return [name for name, answer in parts.items() if answer is None]
 
     def begin(self) -> bool:
         """Takes the committed step as the truth once device and data are ready; returns whether evaluation comes first."""
@@ -88,7 +95,7 @@ class Job:
 
     def settings(self, max_context: int) -> RolloutSettings:
         """Returns what the rollouts need to know."""
-        assert self.data_ready is not None
+        assert self.data_ready is not None and self.env_ready is not None
         limit = self.data_ready.num_eval or self.config.eval.num_items  # 0: unlimited
         return RolloutSettings.from_config(
             self.config,
@@ -96,6 +103,7 @@ class Job:
             max_context=max_context,
             normalize_std=objective.resolve(self.config.algorithm).normalize_std,
             eval_items=min(self.config.eval.num_items, limit),
+            retry_lost=self.env_ready.retry_lost,
         )
 
     def trained(self, message: StepDone) -> None:

@@ -142,7 +142,9 @@ class EnvWorker:
                 return
             known = self._loaded[message.job] = _Loaded(message.incarnation, message.env, message.env_args, found)
             log.info("environment loaded job=%s env=%s", message.job, message.env)
-        self._send(EnvLoaded(message.job, message.incarnation, prompt_once=bool(known.family.prompt_once)))
+        retry = getattr(known.family, "retry", "") != "never"
+        prompt_once = bool(known.family.prompt_once)
+        self._send(EnvLoaded(message.job, message.incarnation, prompt_once=prompt_once, retry_lost=retry))
 
     def _on_reset(self, message: EnvReset) -> None:
         known = self._episodes.get(message.episode_id)

@@ -65,6 +65,7 @@ class World:
         self.seen: dict[type, list] = {
             kind: [] for kind in (BatchSent, EpisodeEnded, EvalDone, JobDone, JobGivenUp, KillWorker, Note)
         }
+        self.checked: dict[str, tuple[int, int]] = {}
         self.resets: set[tuple[str, int]] = set()
         self.workers = list(workers)
         self.num_workers = len(workers)
@@ -250,13 +251,19 @@ class World:
                 rollout.queue_lengths()[s] for s in ("item", "reset", "render", "gather", "generate", "step")
             )
         for job, batches in self.history.items():
-            cap = self.settings[job].max_staleness
-            trained = [group.ticket for batch in batches for group in batch.groups]
-            assert len(trained) == len(set(trained)), "a ticket was trained twice"
-            for batch in batches:
-                assert [group.ticket for group in batch.groups] == sorted(group.ticket for group in batch.groups)
-                for group in batch.groups:
-                    for row in group.rows:
-                        for version in struct.unpack(f"<{len(row.token_ids)}i", row.versions):
-                            if version >= 0:
-                                assert batch.step - self.batches_of[job, version] <= cap, "the cap is exceeded"
+            if self.checked.get(job) != (id(batches), len(batches)):
+                self.checked[job] = (id(batches), len(batches))
+                self.check_history(job, batches)
+
+    def check_history(self, job: str, batches: list[TrainBatch]) -> None:
+        """What must hold for all batches of a job: nothing twice, nothing older than the cap."""
+        cap = self.settings[job].max_staleness
+        trained = [group.ticket for batch in batches for group in batch.groups]
+        assert len(trained) == len(set(trained)), "a ticket was trained twice"
+        for batch in batches:
+            assert [group.ticket for group in batch.groups] == sorted(group.ticket for group in batch.groups)
+            for group in batch.groups:
+                for row in group.rows:
+                    for version in struct.unpack(f"<{len(row.token_ids)}i", row.versions):
+                        if version >= 0:
+                            assert batch.step - self.batches_of[job, version] <= cap, "the cap is exceeded"

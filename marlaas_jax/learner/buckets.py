@@ -13,6 +13,7 @@ UPDATE_BUCKETS = (1, 2, 4, 8)
 # embed, head, score_head, finish, place, published, extract, fingerprint, forward of the probe
 FIXED_PROGRAMS = 9
 MAX_SHAPES = (MAX_PROGRAMS - FIXED_PROGRAMS - len(UPDATE_BUCKETS)) // 2  # forward and backward of each
+PROBE_TOKENS = 16
 UPDATE_BYTES = 16 << 20  # weights, moments and gradients of one update should stay in the last-level cache on CPU
 
 
@@ -49,24 +50,21 @@ class LearnerSizes:
 
 
 def bucket_pairs(max_context: int, prompts: Sequence[int], suffixes: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns (prompt, suffix) lengths. Those given are used as they are; otherwise five that cover all of `max_context`.
+    """Returns (prompt, suffix) lengths that together hold every row of at most `max_context` tokens.
 
-    A prompt bucket holds a prompt without its last token. Pairs that are longer than the context in both parts are left out.
+    A prompt bucket holds a prompt without its last token. Without buckets given, five that suit short prompts and answers; to
+    given ones a last pair is added where they leave a part of the context out.
     """
     if not prompts and not suffixes:
         quarter, short = max(max_context // 4, 8), max(max_context // 16, 8)
-        return [
-            (quarter, short),
-            (quarter, quarter),
-            (quarter, max_context),
-            (max_context, quarter),
-            (max_context, max_context - quarter),
-        ]
-    prompts = prompts or (max(max_context // 4, 8), max_context)
-    suffixes = suffixes or (max(max_context // 8, 8), max_context)
-    pairs = [(p, s) for p in sorted(set(prompts)) for s in sorted(set(suffixes))]
+        rest = max(max_context - quarter, short)
+        return [(quarter, short), (quarter, quarter), (quarter, max_context), (max_context, quarter), (max_context, rest)]
+    prompts = sorted(set(prompts)) or [max(max_context // 4, 8), max_context]
+    suffixes = sorted(set(suffixes)) or [max(max_context // 8, 8), max_context]
     smaller = lambda values, value: max((v for v in values if v < value), default=0)
-    return [(p, s) for p, s in pairs if smaller(prompts, p) + smaller(suffixes, s) < max_context]
+    pairs = [(p, s) for p in prompts for s in suffixes if smaller(prompts, p) + smaller(suffixes, s) < max_context]
+    holds = lambda num_prompt: any(num_prompt - 1 <= p and max_context - num_prompt <= s for p, s in pairs)
+    return pairs if all(map(holds, range(1, max_context))) else [*pairs, (max_context, max_context)]
 
 
 def plan(
@@ -99,7 +97,7 @@ def plan(
         )
     return LearnerSizes(
         shapes=tuple(sorted(set(shapes))),
-        probe=BlockShape(min(48, max_context), 1, 1, 1),
+        probe=BlockShape(min(PROBE_TOKENS, max_context), 1, 1, 1),
         head_chunk=section.logits_chunk or (64 if on_cpu else 1024),
         layers_per_program=layers_per_program(model.num_layers),
         update_buckets=update_buckets(model, max_rank) if on_cpu else UPDATE_BUCKETS,

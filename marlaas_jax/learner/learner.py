@@ -415,39 +415,52 @@ class Learner:
 
     # ---- programs
 
-    def warmup(self) -> None:
-        """Compiles and runs every program once on padding, then once more to time it. Afterwards nothing compiles (H44)."""
-        executor = self._executor
-        for shape in self.sizes.shapes:
+    def warmup(self, compiled: Callable[[str], None] = lambda program: None) -> None:
+        """Compiles and runs every program on padding, then once more to time it. Afterwards nothing compiles (H44).
+
+        `compiled` is told the name of each of the `sizes.num_programs` programs once it is there.
+        """
+        executor, known = self._executor, set()
+
+        def announce(program: str) -> None:
+            if program not in known:
+                known.add(program)
+                compiled(program)
+
+        for shape in (*self.sizes.shapes, self.sizes.probe):
             for timed in (False, True):
-                self._run_padding(shape, trains=True, timed=timed)
-        for timed in (False, True):
-            self._run_padding(self.sizes.probe, trains=False, timed=timed)
+                self._run_padding(shape, announce, timed)
         for bucket in self.sizes.update_buckets:
             for _ in range(2):
                 start = self._clock()
                 jax.block_until_ready(executor.update([], [], at_least=bucket))
             self._cost.calibrate(self._update_unit(bucket), max(self._clock() - start, 1e-6))
+            announce(f"update of {bucket}")
         executor.wipe(0)
-        fingerprint(executor.published(0, self._dtype), 0.0)
+        announce("place")
+        published = executor.published(0, self._dtype)
+        announce("published")
+        fingerprint(published, 0.0)
+        announce("fingerprint")
         executor.extract(0)
+        announce("extract")
 
-    def _run_padding(self, shape: BlockShape, trains: bool, timed: bool) -> None:
+    def _run_padding(self, shape: BlockShape, announce: Callable[[str], None], timed: bool) -> None:
+        """Runs a micro-batch without blocks: training for the shapes of the sizes, scoring for the probe."""
         layout = lay_out_sequence(shape, np.zeros(2, np.int32), self.sizes.capacity)
         slots = np.zeros(shape.blocks, np.int32)
-        if trains:
-            blank = dataclasses.replace(
-                layout, index_BT=np.full((self.sizes.num_rows, self.sizes.num_suffix), self.sizes.capacity, np.int32)
-            )
-            chain = self._executor.train_chain(
-                blank, slots, rows.loss_rows(blank, [], self.sizes.num_rows, self.sizes.num_suffix)
-            )
-        else:
+        if shape == self.sizes.probe:
             chain = self._executor.score_chain(layout, slots)
+        else:
+            nowhere = np.full((self.sizes.num_rows, self.sizes.num_suffix), self.sizes.capacity, np.int32)
+            layout = dataclasses.replace(layout, index_BT=nowhere)
+            chain = self._executor.train_chain(layout, slots, rows.loss_rows(layout, [], *nowhere.shape))
         while chain.calls:
             start = self._clock()
             unit, out = chain.run()
             jax.block_until_ready(out)
+            of_shape = f" of {shape.blocks} x ({shape.prompt} + {shape.rows} x {shape.suffix}) tokens"
+            announce(unit.kind + (of_shape if unit.kind in ("forward", "backward") else ""))
             if timed:
                 self._cost.calibrate(unit, max(self._clock() - start, 1e-6))
 

@@ -378,8 +378,9 @@ def test_a_publish_that_changes_nothing_after_a_gradient_is_an_error_h09_h26(mon
 
 def test_nothing_compiles_after_warm_up_h44():
     learner = small.make_learner()
-    learner.warmup()
-    assert learner.sizes.num_programs <= 24
+    programs: list[str] = []
+    learner.warmup(programs.append)
+    assert len(programs) == len(set(programs)) == learner.sizes.num_programs <= 24
     with jax.no_tracing():
         for name in JOBS:
             open_job(learner, name)

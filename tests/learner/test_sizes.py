@@ -75,6 +75,7 @@ def test_given_buckets_are_used_as_they_are():
         (48, 64, 4, 1),
         (160, 8, 8, 1),
         (160, 64, 4, 1),
+        (256, 256, 1, 1),  # for what the given ones leave out
     ]
     assert (sizes.layers_per_program, sizes.update_buckets) == (1, (1,))
     assert buckets.plan(section, TINY, max_context=256, max_rank=8, on_cpu=True).update_buckets == (1, 2, 4, 8)
@@ -83,8 +84,8 @@ def test_given_buckets_are_used_as_they_are():
 
 
 def test_too_many_buckets_are_refused_with_the_limit():
-    section = LearnerSection(prompt_buckets=(8, 16, 32), suffix_buckets=(8, 16))
-    with pytest.raises(InvalidConfig, match=r"prompt_buckets=\[8, 16, 32\].*6 shapes; at most 5"):
+    section = LearnerSection(prompt_buckets=(8, 16, 64), suffix_buckets=(8, 64))
+    with pytest.raises(InvalidConfig, match=r"prompt_buckets=\[8, 16, 64\].*6 shapes; at most 5"):
         buckets.plan(section, TINY, max_context=64, max_rank=8, on_cpu=True)
 
 

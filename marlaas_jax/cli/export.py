@@ -19,7 +19,7 @@ def export(run_source: str, out: Path, merged: bool) -> dict[str, Any]:
     folder = source.resolve(run.config.runtime.model)
     state = initial.read_run_step(run_source)
     base = identity(folder, run.template)
-    require_same(base, state.identity, f"the folder {folder} has a base that", f"that of {run_source!r}")
+    require_same(base, state.identity, f"the folder {folder}: its", f"that of {run_source!r}")
     spec, weights = initial.read_adapter(run_source, hf_config.read(folder), None, base)
     extra = {"job": run.job, "step": state.step}
     if merged:

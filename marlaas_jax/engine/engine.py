@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from marlaas_jax.engine import buckets, steps
+from marlaas_jax.engine import buckets, layered, steps
 from marlaas_jax.engine.jetstream import EngineBase, ResultTokens
 from marlaas_jax.engine.plan import Plan
 from marlaas_jax.engine.state import DecodeState, InsertRows, Prefix, RowSettings, empty_state, insert_rows
@@ -95,12 +95,14 @@ class MarlaasEngine(EngineBase):
         self._tokenizer = tokenizer
         self._mesh = mesh or jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
         self._unrolled = True
+        self._layered = False
 
     # ---- JetStream's interface
 
     def load_params(self, base: Params, bank: Bank | None = None) -> EngineParams:
         """Returns the engine's parameters for a loaded base; without a bank, an empty one."""
         self._unrolled = steps.is_unrolled(base)
+        self._layered = layered.suits(self.config, base)
         if bank is None:
             settings = self.settings
             bank = banks.empty(self.config, settings.num_adapter_slots, settings.max_rank, jnp.dtype(settings.dtype))
@@ -165,12 +167,9 @@ class MarlaasEngine(EngineBase):
 
     def generate(self, params: EngineParams, decode_state: DecodeState, **kwargs: Any) -> tuple[DecodeState, ResultTokens]:
         """Returns (state, result) after the next token of every slot, whatever adapters they use."""
-        num_slots = self.settings.num_decode_slots
-        sides = steps.jit_gather(params.bank, decode_state.adapter_slot_S, self._unrolled)
-        every = np.arange(num_slots, dtype=np.int32)
-        state, packed = steps.jit_decode_chunk(
-            self.config, 1, self.settings.max_context, "blocks", params.base, sides, decode_state, every, every >= 0
-        )
+        every = np.arange(self.settings.num_decode_slots, dtype=np.int32)
+        sides = self._gather(params, decode_state.adapter_slot_S)
+        state, packed = self._decode(params, decode_state, sides, every, every >= 0, 1, self.settings.max_context)
         return state, as_result(packed)
 
     def free_resource(self, slot: int, **kwargs: Any) -> None:
@@ -239,23 +238,17 @@ class MarlaasEngine(EngineBase):
         num_blocks = jax.tree.leaves(sides)[0].shape[0 if self._unrolled else 1]
         block, slot = np.zeros(num_blocks, np.int32), np.zeros(num_blocks, np.int32)
         block[: len(changes)], slot[: len(changes)] = list(changes), list(changes.values())
-        return steps.jit_update_blocks(params.bank, sides, block, slot, np.int32(len(changes)), self._unrolled)
+        count = np.int32(len(changes))
+        if self._layered:
+            return layered.update_blocks(params.bank, sides, block, slot, count)
+        return steps.jit_update_blocks(params.bank, sides, block, slot, count, self._unrolled)
 
     def decode(
         self, params: EngineParams, state: DecodeState, sides: apply.Sides, plan: Plan, num_context: int, keep: np.ndarray
     ) -> tuple[DecodeState, ResultTokens]:
         """Returns (state, result) after `decode_steps` tokens of the running rows, arranged as `plan` says."""
-        state, packed = steps.jit_decode_chunk(
-            self.config,
-            self.settings.decode_steps,
-            num_context,
-            "blocks",
-            params.base,
-            sides,
-            state,
-            np.asarray(plan.order, np.int32),
-            keep,
-        )
+        order = np.asarray(plan.order, np.int32)
+        state, packed = self._decode(params, state, sides, order, keep, self.settings.decode_steps, num_context)
         return state, as_result(packed)
 
     def score(self, params: EngineParams, token_ids: Sequence[int], adapter_slot: int) -> np.ndarray:
@@ -266,7 +259,8 @@ class MarlaasEngine(EngineBase):
             )
         padded = np.zeros(self.buckets.score_length(len(token_ids)), np.int32)
         padded[: len(token_ids)] = token_ids
-        out = steps.jit_score(self.config, params.base, params.bank, padded, np.int32(len(token_ids)), np.int32(adapter_slot))
+        run = layered.score if self._layered else steps.jit_score
+        out = run(self.config, params.base, params.bank, padded, np.int32(len(token_ids)), np.int32(adapter_slot))
         return np.asarray(out)[1 : len(token_ids)]
 
     def write_adapter(self, params: EngineParams, slot: int, weights: Weights, scale: float) -> EngineParams:
@@ -277,10 +271,28 @@ class MarlaasEngine(EngineBase):
         """Returns the fingerprint of what stands in an adapter slot of the bank."""
         return as_text(_jit_checksum_of_slot(params.bank, np.int32(slot)))
 
+    def _gather(self, params: EngineParams, adapter_slot_NB: jax.Array) -> apply.Sides:
+        if self._layered:
+            return layered.gather_blocks(params.bank, adapter_slot_NB, self.config.num_layers)
+        return steps.jit_gather(params.bank, adapter_slot_NB, self._unrolled)
+
+    def _decode(
+        self,
+        params: EngineParams,
+        state: DecodeState,
+        sides: apply.Sides,
+        order: np.ndarray,
+        keep: np.ndarray,
+        num_steps: int,
+        num_context: int,
+    ) -> tuple[DecodeState, jax.Array]:
+        if self._layered:
+            return layered.decode_chunk(self.config, num_steps, num_context, params.base, sides, state, order, keep)
+        return steps.jit_decode_chunk(self.config, num_steps, num_context, "blocks", params.base, sides, state, order, keep)
+
     def _prefill(self, params: EngineParams, tokens: Any, lengths: Any, adapters: Any) -> Prefix:
-        return steps.jit_prefill(
-            self.config, self.buckets.prefill_rows[-1], params.base, params.bank, tokens, lengths, adapters
-        )
+        run = layered.prefill if self._layered else steps.jit_prefill
+        return run(self.config, self.buckets.prefill_rows[-1], params.base, params.bank, tokens, lengths, adapters)
 
     def _group_prefix(
         self,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from marlaas_jax.engine.sampling import sample
+from marlaas_jax.engine.sampling import SamplingRows, sample
 from marlaas_jax.engine.state import CONTEXT, ERROR, LENGTH, RUNNING, STOP, DecodeState, InsertRows, Prefix
 from marlaas_jax.lora import apply
 from marlaas_jax.lora.bank import Bank
@@ -47,14 +47,20 @@ def prefill(
     Its rows are filled up to `num_prefix_rows` with empty ones, so that one insert program serves any number of prompts.
     """
     unrolled = is_unrolled(params)
-    num_tokens = tokens_BT.shape[1]
-    length_B = prompt_length_B - 1
-    positions = jnp.broadcast_to(jnp.arange(num_tokens), tokens_BT.shape)
+    positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     sides = apply.gather_blocks(bank, adapter_slot_B, unrolled)
     attend = attention.causal(prompt_length_B, config.sliding_window)
     _, kv = transformer.forward(config, params, tokens_BT, positions, attend, project=apply.block_project, sides=sides)
+    return as_prefix(num_prefix_rows, unrolled, kv, tokens_BT, prompt_length_B, adapter_slot_B)
+
+
+def as_prefix(
+    num_prefix_rows: int, unrolled: bool, kv: Any, tokens_BT: jax.Array, prompt_length_B: jax.Array, adapter_slot_B: jax.Array
+) -> Prefix:
+    """Returns the prefix made of the keys and values that all layers left, each [B, T, K, H]."""
+    length_B = prompt_length_B - 1
     # What goes wrong in a layer reaches the keys or values of the last one, at the same token.
-    is_used_BT = positions < length_B[:, None]
+    is_used_BT = jnp.arange(tokens_BT.shape[1]) < length_B[:, None]
     last = kv[-1] if unrolled else jax.tree.map(lambda x: x[-1], kv)
     bad_BT = jax.tree.reduce(jnp.logical_or, jax.tree.map(lambda x: ~jnp.isfinite(x).all(axis=(2, 3)), last))
     fill = num_prefix_rows - tokens_BT.shape[0]
@@ -103,7 +109,16 @@ def insert(state: DecodeState, prefix: Prefix, rows: InsertRows) -> DecodeState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Progress:
+class Rows:
+    """What a decode chunk reads of its rows, in block order R."""
+
+    sampling: SamplingRows
+    stop_ids_RJ: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Progress:
     """What a decode chunk carries from step to step besides the caches; R is the row in block order."""
 
     step: jax.Array  # int32 scalar
@@ -133,49 +148,35 @@ def decode_chunk(
     """Returns the state after up to `num_steps` tokens of every running row of `order_R`, and what was sampled.
 
     order_R: decode slots in block order, each at most once; all of them, or fewer. sides: the adapters of the blocks of rows
-    (form "blocks") or of the whole bank in order (form "onehot", from `gather_all`). keep_S: False ends a row without an
-    answer. num_context must pass every position that a running row can reach. The loop ends early when no row runs. The
-    result is read by `unpack`, in slot order.
+    (form "blocks") or of the whole bank in order (form "onehot", from `gather_all`); None is the base model. keep_S: False
+    ends a row without an answer. num_context must pass every position that a running row can reach. The loop ends early when
+    no row runs. The result is read by `unpack`, in slot order.
     """
-    capacity = state.kv[0][0].shape[-2] if isinstance(state.kv[0], tuple) else state.kv[0].shape[-2]
-    num_slots = state.token_S.shape[0]
-    num_rows = order_R.shape[0]
-    sampling = jax.tree.map(lambda x: x[order_R], state.sampling)
-    stop_ids_RJ = state.stop_ids_SJ[order_R]
-    project = apply.block_project
+    project = apply.block_project if sides is not None else transformer.plain_project
     if form == "onehot":
         project = apply.onehot_project(state.adapter_slot_S[order_R])
+    rows, start = begin(num_steps, state, order_R, keep_S)
 
-    def step(carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
+    def step(carry: tuple[Any, Progress]) -> tuple[Any, Progress]:
         kv, now = carry
         attend = attention.cached(now.position_R, num_context, config.sliding_window, order_R, now.active_R)
         tokens, positions = now.token_R[:, None], now.position_R[:, None]
         hidden, kv = transformer.forward(config, params, tokens, positions, attend, kv, project=project, sides=sides)
-        logits_RV = transformer.unembed(params, hidden[:, 0])
-        draw = sample(logits_RV, sampling, now.generated_R, now.active_R)
-        sampled_R = now.active_R & draw.finite
-        remaining_R = now.remaining_R - sampled_R
-        finish_R = jnp.where(now.position_R + 2 >= capacity, CONTEXT, RUNNING)
-        finish_R = jnp.where(remaining_R <= 0, LENGTH, finish_R)
-        finish_R = jnp.where((draw.token[:, None] == stop_ids_RJ).any(-1), STOP, finish_R)
-        finish_R = jnp.where(draw.finite, finish_R, ERROR)
-        finish_R = jnp.where(now.active_R, finish_R, now.finish_R)
-        return kv, _Progress(
-            step=now.step + 1,
-            token_R=jnp.where(sampled_R, draw.token, now.token_R),
-            position_R=now.position_R + sampled_R,
-            generated_R=now.generated_R + sampled_R,
-            remaining_R=remaining_R,
-            active_R=now.active_R & (finish_R == RUNNING),
-            finish_R=finish_R,
-            tokens_NR=now.tokens_NR.at[now.step].set(draw.token),
-            logprobs_NR=now.logprobs_NR.at[now.step].set(draw.logprob),
-            sampled_logprobs_NR=now.sampled_logprobs_NR.at[now.step].set(draw.sampled_logprob),
-            is_sampled_NR=now.is_sampled_NR.at[now.step].set(sampled_R),
-        )
+        return kv, advance(params, rows, now, hidden[:, 0], _capacity(state))
 
-    emitted = (num_steps, num_rows)
-    start = _Progress(
+    more = lambda carry: (carry[1].step < num_steps) & carry[1].active_R.any()
+    kv, end = jax.lax.while_loop(more, step, (state.kv, start))
+    return finish(dataclasses.replace(state, kv=kv), end, order_R, keep_S)
+
+
+def _capacity(state: DecodeState) -> int:
+    return (state.kv[0][0] if isinstance(state.kv[0], tuple) else state.kv[0]).shape[-2]
+
+
+def begin(num_steps: int, state: DecodeState, order_R: jax.Array, keep_S: jax.Array) -> tuple[Rows, Progress]:
+    """Returns what a chunk of `num_steps` reads of its rows and what it carries, both in block order."""
+    emitted = (num_steps, order_R.shape[0])
+    start = Progress(
         step=jnp.zeros((), jnp.int32),
         token_R=state.token_S[order_R],
         position_R=state.position_S[order_R],
@@ -188,13 +189,39 @@ def decode_chunk(
         sampled_logprobs_NR=jnp.zeros(emitted, jnp.float32),
         is_sampled_NR=jnp.zeros(emitted, bool),
     )
-    more = lambda carry: (carry[1].step < num_steps) & carry[1].active_R.any()
-    kv, end = jax.lax.while_loop(more, step, (state.kv, start))
+    return Rows(jax.tree.map(lambda x: x[order_R], state.sampling), state.stop_ids_SJ[order_R]), start
 
+
+def advance(params: Params, rows: Rows, now: Progress, hidden_RD: jax.Array, capacity: int) -> Progress:
+    """Returns the progress after one more token of every running row, drawn from its last hidden state."""
+    draw = sample(transformer.unembed(params, hidden_RD), rows.sampling, now.generated_R, now.active_R)
+    sampled_R = now.active_R & draw.finite
+    remaining_R = now.remaining_R - sampled_R
+    finish_R = jnp.where(now.position_R + 2 >= capacity, CONTEXT, RUNNING)
+    finish_R = jnp.where(remaining_R <= 0, LENGTH, finish_R)
+    finish_R = jnp.where((draw.token[:, None] == rows.stop_ids_RJ).any(-1), STOP, finish_R)
+    finish_R = jnp.where(draw.finite, finish_R, ERROR)
+    finish_R = jnp.where(now.active_R, finish_R, now.finish_R)
+    return Progress(
+        step=now.step + 1,
+        token_R=jnp.where(sampled_R, draw.token, now.token_R),
+        position_R=now.position_R + sampled_R,
+        generated_R=now.generated_R + sampled_R,
+        remaining_R=remaining_R,
+        active_R=now.active_R & (finish_R == RUNNING),
+        finish_R=finish_R,
+        tokens_NR=now.tokens_NR.at[now.step].set(draw.token),
+        logprobs_NR=now.logprobs_NR.at[now.step].set(draw.logprob),
+        sampled_logprobs_NR=now.sampled_logprobs_NR.at[now.step].set(draw.sampled_logprob),
+        is_sampled_NR=now.is_sampled_NR.at[now.step].set(sampled_R),
+    )
+
+
+def finish(state: DecodeState, end: Progress, order_R: jax.Array, keep_S: jax.Array) -> tuple[DecodeState, jax.Array]:
+    """Returns the state after a chunk whose caches it already has, and what was sampled, packed for `unpack`."""
     put = lambda column_S, value_R: column_S.at[order_R].set(value_R)
     state = dataclasses.replace(
         state,
-        kv=kv,
         token_S=put(state.token_S, end.token_R),
         position_S=put(state.position_S, end.position_R),
         generated_S=put(state.generated_S, end.generated_R),
@@ -204,7 +231,8 @@ def decode_chunk(
     )
     as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)
     columns = (end.tokens_NR, end.is_sampled_NR.astype(jnp.int32), as_bits(end.logprobs_NR), as_bits(end.sampled_logprobs_NR))
-    packed = jnp.zeros((num_slots, 4 * num_steps), jnp.int32).at[order_R].set(jnp.concatenate(columns).T)
+    joined_NR = jnp.concatenate(columns)
+    packed = jnp.zeros((state.token_S.shape[0], joined_NR.shape[0]), jnp.int32).at[order_R].set(joined_NR.T)
     return state, jnp.concatenate([packed, state.generated_S[:, None], state.finish_S[:, None]], axis=1)
 
 
@@ -234,6 +262,11 @@ def score(config: ModelConfig, params: Params, bank: Bank, tokens_T: jax.Array, 
     attend = attention.causal(length[None], config.sliding_window)
     positions = jnp.arange(tokens_T.shape[0])[None]
     hidden, _ = transformer.forward(config, params, tokens_T[None], positions, attend, project=apply.block_project, sides=sides)
+    return logprobs_of(params, hidden[0], tokens_T)
+
+
+def logprobs_of(params: Params, hidden_TD: jax.Array, tokens_T: jax.Array) -> jax.Array:
+    """Returns log-probabilities [T] of the tokens given those before, from the final hidden states; entry 0 is 0."""
     following_T = jnp.roll(tokens_T, -1)
 
     def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -242,7 +275,7 @@ def score(config: ModelConfig, params: Params, bank: Bank, tokens_T: jax.Array, 
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
     size = SCORE_CHUNK if tokens_T.shape[0] % SCORE_CHUNK == 0 else tokens_T.shape[0]
-    chunks = (hidden[0].reshape(-1, size, hidden.shape[-1]), following_T.reshape(-1, size))
+    chunks = (hidden_TD.reshape(-1, size, hidden_TD.shape[-1]), following_T.reshape(-1, size))
     logprobs_T = jax.lax.map(of_chunk, chunks).reshape(-1)
     return jnp.concatenate([jnp.zeros((1,), jnp.float32), logprobs_T[:-1]])
 

@@ -8,7 +8,6 @@ One-hot: rows come in any order, all adapters of the bank are multiplied with ev
 Floating point work grows with A * R, so it is for matrix units while A * R is a few hundred. Both give the same numbers.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,30 +20,32 @@ from marlaas_jax.model.transformer import Project
 Sides = Any  # per layer: target -> {"down": [NB, R, D], "up": [NB, R, F], scaled}; a tuple, or arrays with a leading L
 
 
-def _of_layers(bank: Bank, unrolled: bool, of_layer: Callable[[int, str, jax.Array], jax.Array]) -> Sides:
-    """Returns sides whose arrays are `of_layer(layer, "down" or "up", stack [A, L, R, width])`."""
-    num_layers = next(iter(bank.weights.values()))["down"].shape[1]
-    sides = tuple(
-        {t: {f: of_layer(i, f, stack) for f, stack in factors.items()} for t, factors in bank.weights.items()}
-        for i in range(num_layers)
-    )
-    return sides if unrolled else jax.tree.map(lambda *xs: jnp.stack(xs), *sides)
+def _num_layers(bank: Bank) -> int:
+    return next(iter(bank.weights.values()))["down"].shape[1]
+
+
+def gather_layer(bank: Bank, adapter_slot_NB: jax.Array, layer: jax.Array | int) -> dict[str, dict[str, jax.Array]]:
+    """Returns one layer's entry of `gather_blocks`; `layer` may be traced, so that one program serves every layer."""
+    scale = bank.scale_A[adapter_slot_NB][:, None, None]
+
+    def pick(factor: str, stack: jax.Array) -> jax.Array:
+        blocks = stack[adapter_slot_NB, layer]
+        return (blocks * scale).astype(blocks.dtype) if factor == "up" else blocks
+
+    return {t: {f: pick(f, stack) for f, stack in factors.items()} for t, factors in bank.weights.items()}
 
 
 def gather_blocks(bank: Bank, adapter_slot_NB: jax.Array, unrolled: bool) -> Sides:
     """Returns the `sides` of `transformer.forward` for blocks under the given adapters."""
-    scale = bank.scale_A[adapter_slot_NB][:, None, None]
-
-    def pick(layer: int, factor: str, stack: jax.Array) -> jax.Array:
-        blocks = stack[adapter_slot_NB, layer]
-        return (blocks * scale).astype(blocks.dtype) if factor == "up" else blocks
-
-    return _of_layers(bank, unrolled, pick)
+    sides = tuple(gather_layer(bank, adapter_slot_NB, i) for i in range(_num_layers(bank)))
+    return sides if unrolled else jax.tree.map(lambda *xs: jnp.stack(xs), *sides)
 
 
 def empty_blocks(bank: Bank, num_blocks: int, unrolled: bool) -> Sides:
     """Returns sides of zeros: every block under the null adapter."""
-    return _of_layers(bank, unrolled, lambda layer, factor, stack: jnp.zeros((num_blocks, *stack.shape[2:]), stack.dtype))
+    lead = () if unrolled else (_num_layers(bank),)
+    zeros = lambda: jax.tree.map(lambda stack: jnp.zeros((*lead, num_blocks, *stack.shape[2:]), stack.dtype), bank.weights)
+    return tuple(zeros() for _ in range(_num_layers(bank))) if unrolled else zeros()
 
 
 def update_blocks(bank: Bank, sides: Sides, block: jax.Array, adapter_slot: jax.Array, count: jax.Array, unrolled: bool) -> Sides:
@@ -60,6 +61,18 @@ def update_blocks(bank: Bank, sides: Sides, block: jax.Array, adapter_slot: jax.
         return jax.tree.map(put, sides, one)
 
     return jax.lax.fori_loop(0, count, place, sides)
+
+
+def update_layer(
+    bank: Bank, layer: jax.Array, side: dict[str, dict[str, jax.Array]], block: jax.Array, adapter_slot: jax.Array, count: jax.Array
+) -> dict[str, dict[str, jax.Array]]:
+    """Returns one layer's entry of `update_blocks`; `layer` may be traced. Jit with the side donated."""
+
+    def place(i: jax.Array, side: Any) -> Any:
+        one = gather_layer(bank, adapter_slot[i][None], layer)
+        return jax.tree.map(lambda all_blocks, new: jax.lax.dynamic_update_slice_in_dim(all_blocks, new, block[i], 0), side, one)
+
+    return jax.lax.fori_loop(0, count, place, side)
 
 
 def gather_all(bank: Bank, unrolled: bool) -> Sides:

@@ -1,0 +1,314 @@
+"""The colocated placement: one sampler and one learner share a device and one copy of the base; one thread runs both.
+
+Owns the jobs' life on the device: opening (fresh, from a PEFT folder, from another run, or resumed), publishing with its two
+proofs (fingerprint and canary), checkpoints, export, closing. Dispatch by dispatch it chooses between the sampler and the
+learner so that both get an equal share of the device while both have work. A fault of one job fails that job only.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from marlaas_jax.checkpoint.job_checkpoints import JobCheckpoints, JobState
+from marlaas_jax.config import JobConfig
+from marlaas_jax.device import initial
+from marlaas_jax.engine.sampler import Sampler
+from marlaas_jax.errors import MarlaasError, StorageError, WrongWeights
+from marlaas_jax.learner.learner import Learner
+from marlaas_jax.lora import peft_format, receipt
+from marlaas_jax.lora.adapter import AdapterSpec
+from marlaas_jax.lora.snapshot import Snapshot
+from marlaas_jax.messages import (
+    AddJob, CancelGenerate, Checkpointed, FinishJob, Generate, JobFailed, JobFinished, JobReady, JobWarning, Message, RemoveJob,
+    StepDone, TrainBatch,
+)  # fmt: skip
+from marlaas_jax.model.config import ModelConfig
+from marlaas_jax.model.identity import require_same
+
+MAX_FAILED_SAVES = 3  # in a row; then the job fails
+MAX_LEAD_S = 1.0  # a stage that was idle may not claim more than this when it comes back
+CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # natural-log units, largest over the canary's tokens
+
+
+@dataclasses.dataclass
+class _Job:
+    config: JobConfig
+    incarnation: int
+    spec: AdapterSpec
+    checkpoints: JobCheckpoints
+    ledgers: dict[int, tuple[bytes, float]]  # batch step -> (ledger after it, reward), until trained
+    step: int = 0
+    ledger: bytes = b""
+    reward: float = 0.0
+    saved_step: int = 0
+    saved_at_s: float = 0.0
+    failed_saves: int = 0
+
+
+class ColocatedDevice:
+    """Takes the controller's messages by `handle`, does one dispatch per `step`; both return the messages to send back."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        sampler: Sampler,
+        learner: Learner,
+        identity: dict[str, str],
+        canary_ids: list[int],
+        dtype: str,
+        max_rank: int,
+        clock: Callable[[], float],
+        transfer: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot,
+    ):
+        self._model, self._sampler, self._learner = model, sampler, learner
+        self._identity, self._canary_ids, self._dtype, self._max_rank = identity, canary_ids, dtype, max_rank
+        self._clock, self._transfer = clock, transfer
+        self._jobs: dict[str, _Job] = {}
+        self._service_s = {"sampler": 0.0, "learner": 0.0}
+        self._busy_s = {"sampler": 0.0, "learner": 0.0, "publish": 0.0}
+        self._learner_busy_s: dict[str, float] = {}  # by job
+        self._trained_tokens = 0.0
+        self.longest_learner_dispatch_s = 0.0
+
+    # ---- messages
+
+    def handle(self, message: Message) -> list[Message]:
+        """Returns the answers to one message of the controller."""
+        match message:
+            case Generate():
+                self._sampler.submit(message)
+            case CancelGenerate():
+                self._sampler.cancel(message.request_id)
+            case TrainBatch():
+                return self._for_job(message, self._train)
+            case AddJob():
+                return self._add(message)
+            case FinishJob():
+                return self._for_job(message, self._finish)
+            case RemoveJob():
+                return self._for_job(message, self._remove)
+            case _:
+                raise TypeError(f"{type(message).__name__} is not a message for the device")
+        return []
+
+    def has_work(self) -> bool:
+        """True if `step` has a dispatch to run."""
+        return self._sampler.has_work() or self._learner.has_work()
+
+    def step(self) -> list[Message]:
+        """Runs one dispatch of the stage that is due; returns what it finished."""
+        sampler, learner = self._sampler.has_work(), self._learner.has_work()
+        if not sampler and not learner:
+            return self._poll_saves()
+        stage = self._choose() if sampler and learner else "sampler" if sampler else "learner"
+        start = self._clock()
+        done = self._sampler.step() if stage == "sampler" else self._learner.step()
+        spent = self._clock() - start
+        self._busy_s[stage] += spent
+        self._service_s[stage] += spent
+        if stage == "learner":
+            self.longest_learner_dispatch_s = max(self.longest_learner_dispatch_s, spent)
+        out: list[Message] = []
+        for message in done:
+            out += self._after_step(message) if isinstance(message, StepDone) else self._after(message)
+        return out + self._poll_saves()
+
+    def close(self) -> list[Message]:
+        """Closes all jobs; waits for their running saves."""
+        return [answer for name in list(self._jobs) for answer in self._close(name)]
+
+    # ---- figures
+
+    def totals(self) -> dict[str, float]:
+        """Returns sums since the start: "busy/STAGE" and "job/NAME" in seconds, tokens by what was done with them."""
+        busy = {f"busy/{stage}": seconds for stage, seconds in self._busy_s.items()}
+        jobs = {f"job/{name}": seconds for name, seconds in self._sampler.busy_by_job_s.items()}
+        for name, seconds in self._learner_busy_s.items():
+            jobs[f"job/{name}"] = jobs.get(f"job/{name}", 0.0) + seconds
+        sampled = float(sum(self._sampler.sampled_tokens.values()))
+        prefilled = float(sum(self._sampler.prefilled_tokens.values()))
+        return busy | jobs | {"sampled_tokens": sampled, "prefilled_tokens": prefilled, "trained_tokens": self._trained_tokens}
+
+    def gauges(self) -> dict[str, float]:
+        """Returns what holds now."""
+        return self._sampler.counters() | {"learner/longest_dispatch_s": self.longest_learner_dispatch_s}
+
+    def queued(self) -> dict[str, int]:
+        """Returns the requests that wait in the sampler, by job."""
+        return self._sampler.queued()
+
+    def compiles_since_warmup(self) -> int:
+        """Returns how many programs were compiled after the warm-up; anything but 0 is a fault."""
+        return self._sampler.compiles_since_warmup()
+
+    def _choose(self) -> str:
+        """The stage with less service so far; one that comes back from idling claims at most MAX_LEAD_S."""
+        low, high = sorted(self._service_s, key=self._service_s.__getitem__)
+        self._service_s[low] = max(self._service_s[low], self._service_s[high] - MAX_LEAD_S)
+        return low
+
+    def _for_job(self, message: Any, action: Callable[[_Job, Any], list[Message]]) -> list[Message]:
+        """Runs `action` unless the job is unknown or the message is of another incarnation."""
+        job = self._jobs.get(message.job)
+        if job is None or job.incarnation != message.incarnation:
+            return []
+        try:
+            return action(job, message)
+        except MarlaasError as error:
+            return self._fail(job, error)
+
+    # ---- the life of a job
+
+    def _add(self, message: AddJob) -> list[Message]:
+        config = JobConfig.model_validate_json(message.config)
+        if (old := self._jobs.get(message.job)) is not None:
+            if old.incarnation >= message.incarnation:
+                return []
+            self._close(message.job)
+        spec = AdapterSpec(
+            config.lora.rank, config.lora.alpha, config.lora.targets, config.seed if config.lora.seed is None else config.lora.seed
+        )
+        try:
+            checkpoints = JobCheckpoints(Path(message.job_dir) / "checkpoints", config.checkpoint.keep)
+        except MarlaasError as error:
+            return [JobFailed(message.job, message.incarnation, type(error).__name__, str(error))]
+        job = _Job(config, message.incarnation, spec, checkpoints, {}, saved_at_s=self._clock())
+        self._jobs[message.job] = job
+        try:
+            state = checkpoints.restore() if message.resume else None
+            if state is not None:
+                require_same(self._identity, state.identity, "this run's", f"the one of {checkpoints.directory}")
+                job.step = job.saved_step = state.step
+                job.ledger = state.ledger
+                weights = {"arrays": state.arrays, "counters": state.counters}
+                self._learner.add_job(message.job, message.incarnation, config, spec, state=weights)
+            else:
+                start = initial.weights(self._model, spec, config.lora.init_from, self._max_rank, self._identity)
+                self._learner.add_job(message.job, message.incarnation, config, spec, weights=start)
+            snapshot = self._publish(job, message.job)
+        except MarlaasError as error:
+            return self._fail(job, error)
+        record = receipt.receipt(self._model, spec).to_dict()
+        return [JobReady(message.job, job.incarnation, job.step, snapshot.version, job.ledger, snapshot.fingerprint, record)]
+
+    def _train(self, job: _Job, batch: TrainBatch) -> list[Message]:
+        if batch.step != job.step + len(job.ledgers) and batch.step not in job.ledgers:
+            return []  # trained already, or sent before a roll-back
+        job.ledgers[batch.step] = (batch.ledger, batch.reward_mean)
+        self._learner.submit(batch)
+        return []
+
+    def _after_step(self, done: StepDone) -> list[Message]:
+        job = self._jobs.get(done.job)
+        if job is None or job.incarnation != done.incarnation:
+            return []
+        try:
+            start = self._clock()
+            snapshot = self._publish(job, done.job)
+            self._busy_s["publish"] += self._clock() - start
+        except MarlaasError as error:
+            return self._fail(job, error)
+        self._learner_busy_s[done.job] = self._learner_busy_s.get(done.job, 0.0) + done.metrics["learner/busy_s"]
+        self._trained_tokens += done.metrics["learner/num_loss_tokens"]
+        job.step = done.step
+        job.ledger, job.reward = job.ledgers.pop(done.step - 1)
+        saved = self._save_if_due(job)
+        metrics = {name: value for name, value in done.metrics.items() if math.isfinite(value)}
+        step = StepDone(done.job, done.incarnation, done.step, snapshot.version, snapshot.fingerprint, metrics)
+        return [step, *saved]
+
+    def _after(self, message: Message) -> list[Message]:
+        if isinstance(message, JobFailed):
+            self._close(message.job)
+        return [message]
+
+    def _finish(self, job: _Job, message: FinishJob) -> list[Message]:
+        out: list[Message] = []
+        if (step := job.checkpoints.wait()) is not None:
+            out.append(Checkpointed(message.job, job.incarnation, step))
+        if job.saved_step != job.step or not job.checkpoints.steps():
+            self._save(job)
+            job.checkpoints.wait()
+            out.append(Checkpointed(message.job, job.incarnation, job.step))
+        folder = Path(message.export_dir)
+        extra = {"job": message.job, "step": job.step}
+        peft_format.save(folder, self._model, job.spec, self._learner.weights(message.job), self._identity, extra=extra)
+        return [*out, JobFinished(message.job, job.incarnation, job.step, str(folder))]
+
+    def _remove(self, job: _Job, message: RemoveJob) -> list[Message]:
+        return self._close(message.job)
+
+    def _close(self, name: str) -> list[Message]:
+        job = self._jobs.pop(name)
+        self._learner.remove_job(name)
+        self._sampler.forget(name)
+        try:
+            job.checkpoints.close()
+        except StorageError as error:
+            return [JobWarning(name, job.incarnation, str(error))]
+        return []
+
+    def _fail(self, job: _Job, error: MarlaasError) -> list[Message]:
+        name = job.config.name
+        return [JobFailed(name, job.incarnation, type(error).__name__, str(error)), *self._close(name)]
+
+    # ---- publishing
+
+    def _publish(self, job: _Job, name: str) -> Snapshot:
+        """Gives the learner's weights to the sampler and proves that they are the ones it samples from (cases H09, H10)."""
+        snapshot = self._learner.snapshot(name)
+        resident = self._sampler.publish(self._transfer(snapshot))
+        label = f"job {name!r} version {snapshot.version}"
+        if resident != snapshot.fingerprint:
+            raise WrongWeights(f"{label}: the sampler holds {resident}, the learner published {snapshot.fingerprint}")
+        ours = np.asarray(self._learner.score(name, self._canary_ids))
+        theirs = np.asarray(self._sampler.score(name, snapshot.version, self._canary_ids))
+        if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+            raise WrongWeights(f"{label}: the canary prompt has non-finite log-probs")
+        gap = float(np.abs(ours - theirs).max())
+        if gap > CANARY_TOLERANCE[self._dtype]:
+            raise WrongWeights(f"{label}: canary log-probs of sampler and learner differ by {gap:.2e}")
+        return snapshot
+
+    # ---- checkpoints
+
+    def _save_if_due(self, job: _Job) -> list[Message]:
+        out = self._poll_save(job)
+        due = job.config.checkpoint
+        late = self._clock() - job.saved_at_s >= due.every_s
+        if job.checkpoints.busy or not (job.step - job.saved_step >= due.every_steps or late):
+            return out
+        try:
+            self._save(job)
+        except StorageError as error:
+            return out + self._save_failed(job, error)
+        return out
+
+    def _save(self, job: _Job) -> None:
+        learner = self._learner.state(job.config.name)
+        state = JobState(job.step, learner["arrays"], learner["counters"], job.ledger, self._identity, dataclasses.asdict(job.spec))
+        job.saved_step, job.saved_at_s = job.step, self._clock()
+        job.checkpoints.save(state, job.reward)
+
+    def _poll_saves(self) -> list[Message]:
+        return [answer for job in list(self._jobs.values()) for answer in self._poll_save(job)]
+
+    def _poll_save(self, job: _Job) -> list[Message]:
+        try:
+            step = job.checkpoints.poll()
+        except StorageError as error:
+            return self._save_failed(job, error)
+        if step is None:
+            return []
+        job.failed_saves = 0
+        return [Checkpointed(job.config.name, job.incarnation, step)]
+
+    def _save_failed(self, job: _Job, error: StorageError) -> list[Message]:
+        job.failed_saves += 1
+        if job.failed_saves >= MAX_FAILED_SAVES:
+            return self._fail(job, error)
+        return [JobWarning(job.config.name, job.incarnation, str(error))]

@@ -1,0 +1,68 @@
+"""Where an adapter's first weights come from: fresh, a PEFT folder, or a step of another run."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from marlaas_jax.checkpoint.job_checkpoints import JobCheckpoints, JobState
+from marlaas_jax.errors import InvalidConfig, NotFound
+from marlaas_jax.learner.state import unflatten
+from marlaas_jax.lora import peft_format
+from marlaas_jax.lora.adapter import AdapterSpec, Weights, init_weights
+from marlaas_jax.model.config import ModelConfig
+from marlaas_jax.model.disk import read_json
+from marlaas_jax.model.identity import require_same
+
+
+def read_run_step(source: str) -> JobState:
+    """Returns the committed state that "RUN_DIR/JOB" (newest step) or "RUN_DIR/JOB@STEP" names."""
+    match = re.fullmatch(r"(.+?)/?([^/@]+)(?:@(\d+))?", source)
+    if match is None or not match[1]:
+        raise InvalidConfig(f"{source!r}: must read RUN_DIR/JOB or RUN_DIR/JOB@STEP")
+    run_dir, job, step = Path(match[1]), match[2], match[3]
+    folder = run_dir / "jobs" / job / "checkpoints"
+    if not folder.is_dir():
+        known = sorted(path.parent.name for path in run_dir.glob("jobs/*/checkpoints"))
+        raise NotFound(f"{source!r}: no job {job!r} in {run_dir}; " + (f"it has {', '.join(known)}" if known else "no run is there"))
+    checkpoints = JobCheckpoints(folder)
+    try:
+        if step is not None and int(step) not in checkpoints.steps():
+            raise NotFound(f"{source!r}: step {step} is not kept; kept: {', '.join(map(str, checkpoints.steps())) or 'none'}")
+        state = checkpoints.restore(None if step is None else int(step))
+    finally:
+        checkpoints.close()
+    if state is None:
+        raise NotFound(f"{source!r}: the job has no committed step yet")
+    return state
+
+
+def spec_of(state: JobState) -> AdapterSpec:
+    """Returns the specification of a checkpoint's adapter."""
+    return AdapterSpec(state.spec["rank"], state.spec["alpha"], tuple(state.spec["targets"]), state.spec["seed"])
+
+
+def read_adapter(source: str, model: ModelConfig, max_rank: int | None, base: Mapping[str, str]) -> tuple[AdapterSpec, Weights]:
+    """Returns (spec, weights) of a PEFT folder or of "RUN_DIR/JOB[@STEP]"; `max_rank` None pads to the adapter's own rank."""
+    if (Path(source) / peft_format.CONFIG).is_file():
+        declared = read_json(Path(source) / peft_format.CONFIG).get("r", 8)
+        own_rank = declared if isinstance(declared, int) else 1  # `load` refuses what is not a number
+        imported = peft_format.load(Path(source), model, max_rank or own_rank, base)
+        return imported.spec, imported.weights
+    state = read_run_step(source)
+    require_same(base, state.identity, "this run's", f"that of {source!r}")
+    spec = spec_of(state)
+    if max_rank is not None and spec.rank > max_rank:
+        raise InvalidConfig(f"{source!r}: rank {spec.rank}, the bank allows 1 to {max_rank} (runtime.bank.max_rank)")
+    return spec, unflatten(state.arrays["adapter"], model, spec, max_rank or spec.rank, "adapter")
+
+
+def weights(model: ModelConfig, spec: AdapterSpec, init_from: str | None, max_rank: int, base: Mapping[str, str]) -> Weights:
+    """Returns the first weights of a job. An adapter from elsewhere must have the job's own rank, alpha and targets."""
+    if init_from is None:
+        return init_weights(model, spec, max_rank)
+    found, loaded = read_adapter(init_from, model, max_rank, base)
+    for field in ("rank", "alpha", "targets"):
+        ours, theirs = getattr(spec, field), getattr(found, field)
+        if ours != theirs:
+            raise InvalidConfig(f"lora.{field}={ours!r}: lora.init_from={init_from!r} has {theirs!r}; they must be equal")
+    return loaded

@@ -28,6 +28,11 @@ def test_ratio_refuses_unpaired_samples():
         timing.ratio(timing.Samples((1.0,), (1.0,)), timing.Samples((1.0, 2.0), (1.0, 2.0)))
 
 
+def test_work_of_another_process_brings_its_own_time():
+    samples = timing.interleave({"theirs": lambda: timing.Measured(2.0, 1.0)}, repeats=3)["theirs"]
+    assert samples.median_s == samples.best_s == 2.0 and samples.median_cpu_s == 1.0
+
+
 def test_peaks_are_plausible():
     assert timing.matmul_peak(size=128, repeats=2) > 1e7
     assert timing.read_bandwidth(megabytes=8, repeats=2) > 1e7

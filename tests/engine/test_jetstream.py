@@ -1,4 +1,4 @@
-"""JetStream's interface: our engine is one of its engines, and under its own Driver it gives the same rows as under our loop."""
+"""JetStream's interface: our engine is one of its engines, and its Driver gives the same rows as our loop."""
 
 import importlib.util
 import logging
@@ -129,7 +129,7 @@ def test_jetstreams_driver_gives_the_rows_of_our_loop(unrolled, monkeypatch):
     class Tokens(api.Tokenizer):
         """Ids in, ids out."""
 
-        bos_id, pad_id, eos_id, stop_tokens = BOS, 0, END, {END}  # noqa: RUF012
+        bos_id, pad_id, eos_id, stop_tokens = BOS, 0, END, {END}
 
         def encode(self, s, **kwargs):
             raise NotImplementedError

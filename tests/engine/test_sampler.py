@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from marlaas_jax.engine import layered
 from marlaas_jax.engine.engine import EngineSettings
 from marlaas_jax.engine.sampler import Sampler
 from marlaas_jax.lora import bank as banks
@@ -41,12 +42,12 @@ class Clock:
 
 
 @pytest.fixture(scope="module")
-def warm(unrolled):
-    """A sampler that has compiled everything; tests make new ones beside it, which find its programs."""
+def shared(unrolled):
+    """A sampler for tests that leave nothing behind in it."""
     return make(unrolled)
 
 
-def make(world, run_ahead=False, is_warm=True, **settings) -> Sampler:
+def make(world, run_ahead=False, is_warm=False, **settings) -> Sampler:
     sampler = Sampler(
         world.config,
         world.params,
@@ -337,10 +338,10 @@ def test_limits(unrolled):
         ({"version": 7}, "version=7"),
     ],
 )
-def test_refusals_name_the_field(warm, unrolled, change, words):
-    warm.publish(snapshot(unrolled, "a", 0, 1))
-    warm.submit(ask("bad", **{"job": "a"} | change))
-    answer = drain(warm)["bad", 0]
+def test_refusals_name_the_field(shared, unrolled, change, words):
+    shared.publish(snapshot(unrolled, "a", 0, 1))
+    shared.submit(ask("bad", **{"job": "a"} | change))
+    answer = drain(shared)["bad", 0]
     assert answer.finish_reason == "error" and words in answer.error and answer.token_ids == ()
 
 
@@ -411,9 +412,11 @@ def test_wrong_weights_show_in_the_fingerprint(unrolled):
     assert sampler.publish(sent) != sent.fingerprint
 
 
-def test_nothing_compiles_after_warmup(unrolled):
+@pytest.mark.parametrize("is_layered", [False, True])
+def test_nothing_compiles_after_warmup(unrolled, monkeypatch, is_layered):
     """H44: mixed lengths, adapters, temperatures, publishes, cancels and scores after warm-up: no program is compiled."""
-    sampler = make(unrolled)
+    monkeypatch.setattr(layered, "MIN_LAYERS", 1 if is_layered else 99)
+    sampler = make(unrolled, is_warm=True)
     snapshots = [snapshot(unrolled, job, v, 1 + (v + i) % 4) for v in range(3) for i, job in enumerate("abcd")]
     rng = np.random.default_rng(0)
     with jax.no_tracing():
@@ -461,7 +464,7 @@ def test_costs_are_learned(unrolled):
 
 
 def test_a_bfloat16_bank_takes_snapshots_of_its_type(unrolled):
-    sampler = make(unrolled, is_warm=False, dtype="bfloat16")
+    sampler = make(unrolled, dtype="bfloat16")
     weights, scale = banks.read(unrolled.bank, 1)
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
     assert sampler.publish(Snapshot("a", 0, 0, weights, float(scale), "")) == fingerprint(weights, float(scale))

@@ -12,7 +12,9 @@ import pytest
 
 from marlaas_jax.engine import jetstream
 from marlaas_jax.engine.engine import EngineSettings, MarlaasEngine
+from marlaas_jax.engine.sampler import BASE_MODEL, Sampler
 from marlaas_jax.engine.state import RowSettings
+from marlaas_jax.messages import Generate, Sampling
 
 needs_jetstream = pytest.mark.skipif(importlib.util.find_spec("jetstream") is None, reason="google-jetstream is not installed")
 SETTINGS = EngineSettings(
@@ -129,7 +131,7 @@ def test_jetstreams_driver_gives_the_rows_of_our_loop(unrolled, monkeypatch):
     class Tokens(api.Tokenizer):
         """Ids in, ids out."""
 
-        bos_id, pad_id, eos_id, stop_tokens = BOS, 0, END, {END}
+        bos_id, pad_id, eos_id, stop_tokens, end_ids = BOS, 0, END, {END}, (END,)
 
         def encode(self, s, **kwargs):
             raise NotImplementedError
@@ -142,13 +144,14 @@ def test_jetstreams_driver_gives_the_rows_of_our_loop(unrolled, monkeypatch):
     rng = np.random.default_rng(4)
     prompts = [rng.integers(2, 61, n).tolist() for n in rng.integers(1, 14, 10)]
 
-    ours = []
-    for prompt in prompts:
-        padded = np.zeros(16, np.int32)
-        padded[: len(prompt) + 1] = [BOS, *prompt]
-        prefix = engine.prefill(params=params, padded_tokens=padded, true_length=len(prompt) + 1)
-        tokens = run_alone(engine, params, prefix, [1], 12)[0]
-        ours.append(tokens[: tokens.index(END)] if END in tokens else tokens)
+    sampler = Sampler(unrolled.config, unrolled.params, SETTINGS, Tokens(), lambda: 0.0, run_ahead=False)
+    for i, prompt in enumerate(prompts):
+        sampling = Sampling(temperature=0.0, max_tokens=12)
+        sampler.submit(Generate(str(i), "", 0, (BOS, *prompt), (i,), sampling, BASE_MODEL))
+    answers = {}
+    while sampler.has_work():
+        answers |= {int(done.request_id): list(done.token_ids) for done in sampler.step()}
+    ours = [answers[i][: answers[i].index(END)] if END in answers[i] else answers[i] for i in range(len(prompts))]
 
     level = logging.getLogger().level
     driver = orchestrator.Driver(

@@ -42,6 +42,12 @@ def test_import_loads_no_jax(module):
     assert python(code) == ""
 
 
+def test_controller_starts_no_jax_backend():
+    """A platform that does not exist would make JAX raise as soon as anything asked it for a device."""
+    code = "import marlaas_jax.workers.controller, marlaas_jax.cli.main, sys; print('jax' in sys.modules)"
+    assert python(code, JAX_PLATFORMS="bogus") == "False"
+
+
 def test_version_is_the_same_everywhere():
     assert re.fullmatch(r"\d+\.\d+\.\d+", marlaas_jax.__version__)
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["version"]["path"] == "marlaas_jax/__init__.py"

@@ -62,7 +62,9 @@ def test_failed_save_is_told_with_its_path_and_forgotten_h36(tmp_path, monkeypat
     checkpoints.save(state_of(1), reward=0.0)
     checkpoints.wait()
     real = checkpoints._manager.save
-    monkeypatch.setattr(checkpoints._manager, "save", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        checkpoints._manager, "save", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(StorageError, match=r"ck.2: .*No space left on device"):
         checkpoints.save(state_of(2), reward=0.0)
     monkeypatch.setattr(checkpoints._manager, "save", real)
@@ -91,11 +93,11 @@ def test_kill_during_saves_leaves_a_state_of_one_moment_h35(tmp_path):
     rng = np.random.default_rng(0)
     last = 0
     for _ in range(8):
-        process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "ck")], stdout=subprocess.PIPE)
-        process.stdout.readline()
-        time.sleep(rng.uniform(0, 0.5))
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "ck")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            time.sleep(rng.uniform(0, 0.5))
+            os.kill(process.pid, signal.SIGKILL)
         checkpoints = JobCheckpoints(tmp_path / "ck")
         state = checkpoints.restore()
         checkpoints.close()

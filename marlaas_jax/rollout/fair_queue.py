@@ -1,5 +1,6 @@
 """Deficit-weighted round robin (Shreedhar & Varghese 1996) over the jobs that share one stage."""
 
+import math
 from collections.abc import Callable
 
 
@@ -28,10 +29,11 @@ class FairQueue:
             self._order.remove(job)
             del self._credit[job]
 
-    def next(self, cost_of: Callable[[str], float | None]) -> str | None:
+    def next(self, cost_of: Callable[[str], float | None], room: float = math.inf) -> str | None:
         """Returns the job that may start something now and charges it, or None when no job has anything to start.
 
-        cost_of: what the job's next piece of work costs, None when it has none. A job without work keeps no credit.
+        cost_of: what the job's next piece of work costs, None when it has none. A job without work keeps no credit. When the
+        job whose turn it is needs more than `room`, nobody starts: else small pieces would keep a large one out for ever.
         """
         costs = {job: cost for job in self._order if (cost := cost_of(job)) is not None}
         if not costs:
@@ -43,6 +45,8 @@ class FairQueue:
                 self._credit[job] += self.quantum * self._weights[job]
                 self._earned = True
             if cost is not None and self._credit[job] >= cost:
+                if cost > room:
+                    return None
                 self._credit[job] -= cost
                 return job
             if cost is None:

@@ -4,6 +4,7 @@ Running episodes of a pool are shared by deficit-weighted round robin; the sampl
 those stages themselves. One job's fault ends that job: events of a job that is gone are ignored.
 """
 
+import math
 from collections.abc import Callable
 
 from marlaas_jax.messages import (
@@ -250,10 +251,12 @@ class Orchestrator:
         running = sum(self.jobs[job].num_running for job in pool.jobs if job in self.jobs)
 
         def cost_of(job: str) -> int | None:
-            cost = self.jobs[job].next_cost() if job in ready else None
-            return cost if cost is not None and (running + cost <= pool.capacity or running == 0) else None
+            return self.jobs[job].next_cost() if job in ready else None
 
-        while job := self._queues[pool.name].next(cost_of):
+        def room() -> float:
+            return pool.capacity - running if running else math.inf  # a group larger than the pool runs alone
+
+        while job := self._queues[pool.name].next(cost_of, room()):
             before = self.jobs[job].num_running
             self.jobs[job].start_next(now)
             running += self.jobs[job].num_running - before

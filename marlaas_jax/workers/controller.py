@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 
-from marlaas_jax import errors
 from marlaas_jax.config import RunConfig
 from marlaas_jax.errors import InternalError, InvalidConfig, StorageError, UserError, WorkerLost
 from marlaas_jax.messages import (
@@ -61,6 +60,7 @@ from marlaas_jax.rollout.orchestrator import Orchestrator
 from marlaas_jax.text.tokenizer import Tokenizer
 from marlaas_jax.transport.flow import PeerLost
 from marlaas_jax.transport.server import Server
+from marlaas_jax.workers.controller_device import SILENCE_S, DeviceLink, user_error
 from marlaas_jax.workers.controller_files import Log, writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_processes import Processes
@@ -72,7 +72,6 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 STATUS_INTERVAL_S = 1.0
-DEVICE_SILENCE_S = 900.0  # the device says something every second, and between two compilations
 START_TIMEOUT_S = 3600.0  # loading, compiling and opening of one job
 FINISH_TIMEOUT_S = 900.0  # the last checkpoint and the adapter
 STOP_TIMEOUT_S = 30.0  # for the device to finish its running saves
@@ -124,12 +123,10 @@ class Controller:
         self._started = time.monotonic()
         self._all_over = asyncio.Event()
         self._fatal: BaseException | None = None
-        self._device_id = ""
-        self._device_status: DeviceStatus | None = None
-        self._device_heard = time.monotonic()
-        self._programs = (0, 0)
+        self._device = DeviceLink()
         self._lag_s = 0.0
         self._last_words: dict[str, str] = {}  # of workers that said why they fail
+        self._last_death: dict[str, str] = {}  # why a place's last process ended
         self._server: Server
         self._processes: Processes
         self._renderer: Renderer
@@ -145,8 +142,8 @@ class Controller:
                 try:
                     self._start()
                     tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._watch_processes, self._tick_forever)]
-                    over = asyncio.create_task(self._all_over.wait())
-                    await asyncio.wait([over, *tasks], return_when=asyncio.FIRST_COMPLETED)
+                    tasks.append(asyncio.create_task(self._all_over.wait()))
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     for task in tasks:
                         if task.done():
                             task.result()  # raises what ended it
@@ -200,9 +197,11 @@ class Controller:
         for command in self.orchestrator.take():
             if isinstance(command, EpisodeEnded):
                 self._execute(command)
-        for worker_id in list(self._server.peers):
-            self._send(worker_id, Shutdown())
-        await self._processes.stop(STOP_TIMEOUT_S if self._all_over.is_set() and self._fatal is None else ABORT_TIMEOUT_S)
+        if self._device.worker_id:
+            self._send(self._device.worker_id, Shutdown())
+        cut_short = self._fatal is not None or not self._all_over.is_set()
+        patience_s = 0.0 if not self._device.worker_id else ABORT_TIMEOUT_S if cut_short else STOP_TIMEOUT_S
+        await self._processes.stop(patience_s)
 
     # ---- loops
 
@@ -255,8 +254,7 @@ class Controller:
     # ---- messages
 
     def _handle(self, worker_id: str, message: Message, now: float) -> None:
-        if worker_id == self._device_id:
-            self._device_heard = now
+        self._device.heard(worker_id, now)
         match message:
             case Generated():
                 if self._is_current(message):
@@ -273,7 +271,7 @@ class Controller:
             case StepDone():
                 self._on_step_done(message, now)
             case DeviceStatus():
-                self._on_device_status(message)
+                self._device.report(message)
             case JobReady():
                 if self._is_current(message):
                     self.jobs[message.job].device_ready = message
@@ -297,8 +295,8 @@ class Controller:
                 self._on_lost(worker_id, message, now)
             case WorkerFailed():
                 self._last_words[worker_id] = f"{message.kind}: {message.text}"
-                if worker_id == self._device_id and self._is_user_error(message.kind):
-                    self._end_run(getattr(errors, message.kind)(message.text))
+                if worker_id == self._device.worker_id and (error := user_error(message)):
+                    self._end_run(error)
             case _:
                 log.warning("message ignored type=%s worker_id=%s", type(message).__name__, worker_id)
 
@@ -308,8 +306,7 @@ class Controller:
         live = [job for job in self.jobs.values() if not job.is_over]
         if message.role == "device":
             self._device_gone(time.monotonic())  # an older one, if it was not missed yet
-            self._device_id = worker_id
-            self._device_heard = time.monotonic()
+            self._device.joined(worker_id, time.monotonic())
             self.phase = "loading" if self.phase == "checking" else self.phase
             for job in live:
                 self._add_to_device(job)
@@ -374,34 +371,23 @@ class Controller:
         self._event("job_succeeded", job.name, step=job.step, adapter=message.export_dir)
         self._retire(job)
 
-    def _on_device_status(self, message: DeviceStatus) -> None:
-        total = message.counters.get("programs_total")
-        if total is not None:
-            self._programs = (int(message.counters.get("programs_compiled", 0)), int(total))
-            return
-        self._device_status = message
-        seconds = sum(message.busy_s.values()) or 1.0
-        for job in self.jobs.values():
-            job.device_share = message.busy_by_job_s.get(job.name, 0.0) / seconds
-
     # ---- workers that come and go
 
     def _on_lost(self, worker_id: str, message: PeerLost, now: float) -> None:
         reason = self._last_words.pop(worker_id, "") or message.reason
         name = self._processes.name_of(worker_id)
+        self._last_death[name] = reason
         self._event("worker_lost", worker=name or worker_id, role=message.role, reason=reason)
         self._processes.make_sure_it_ends(worker_id)
-        if worker_id == self._device_id:
+        if worker_id == self._device.worker_id:
             self._device_gone(now)
         elif message.role == "environment":
             self.orchestrator.on_worker_lost(worker_id, reason, now, pool=self._processes.pool_of(name))
 
     def _device_gone(self, now: float) -> None:
         """Every job goes on from its committed step, as a new incarnation, when the next device is there."""
-        if not self._device_id:
+        if not self._device.gone():
             return
-        self._device_id = ""
-        self._device_status = None
         for job in self.jobs.values():
             if not job.is_over:
                 self.orchestrator.pause_job(job.name, now)
@@ -417,20 +403,23 @@ class Controller:
             self._last_words.setdefault(event.worker_id, reason)
             self._server.lose(event.worker_id, reason)
         elif not self._processes.was_connected(event.worker_id):
+            self._last_death[event.name] = reason
             self._event("worker_lost", worker=event.name, role="", reason=reason, tail=event.log_tail[-4000:])
             if pool := self._processes.pool_of(event.name):
                 self.orchestrator.on_worker_lost(event.worker_id, reason, now, pool=pool)
 
     def _on_gave_up(self, event: GaveUp) -> None:
-        self._event("worker_given_up", worker=event.name, reason=event.reason)
+        last = self._last_death.get(event.name, "")
+        reason = f"worker {event.name}: {event.reason}" + (f" ({last.strip().splitlines()[-1]})" if last.strip() else "")
+        self._event("worker_given_up", worker=event.name, reason=reason)
         for job in self.jobs.values():
             mine = event.name in (job.data_worker, self._processes.DEVICE) or self._processes.pool_of(event.name) == job.pool
             if mine and not job.is_over:
-                self._fail_job(job, "WorkerLost", f"worker {event.name}: {event.reason}")
+                self._fail_job(job, "WorkerLost", reason)
 
     def _check_limits(self, now: float) -> None:
-        if self._device_id and now - self._device_heard > DEVICE_SILENCE_S:
-            self._server.lose(self._device_id, f"the device said nothing for {DEVICE_SILENCE_S:.0f} s")
+        if self._device.is_silent(now):
+            self._server.lose(self._device.worker_id, f"the device said nothing for {SILENCE_S:.0f} s")
         for job in self.jobs.values():
             limit = {STARTING: START_TIMEOUT_S, FINISHING: FINISH_TIMEOUT_S}.get(job.state)
             if limit is not None and now - job.since > limit:
@@ -445,7 +434,7 @@ class Controller:
 
     def _add_to_device(self, job: Job) -> None:
         config = job.config.model_dump_json().encode()
-        self._send(self._device_id, AddJob(job.name, job.incarnation, config, str(job.folder), resume=job.is_resumed))
+        self._send(self._device.worker_id, AddJob(job.name, job.incarnation, config, str(job.folder), resume=job.is_resumed))
 
     # ---- ends
 
@@ -498,7 +487,7 @@ class Controller:
             case Send():
                 self._send(command.worker_id, command.message)
             case Generate() | CancelGenerate() | TrainBatch():
-                self._send(self._device_id, command)
+                self._send(self._device.worker_id, command)
             case GetItem():
                 job = self.jobs[command.job]
                 if job.data_ready is not None:  # else it is asked for again when the worker is there
@@ -536,7 +525,7 @@ class Controller:
     def _on_job_done(self, job: Job) -> None:
         self._note_episodes(job)
         job.finishing()
-        self._send(self._device_id, FinishJob(job.name, job.incarnation, str(job.folder / "adapter")))
+        self._send(self._device.worker_id, FinishJob(job.name, job.incarnation, str(job.folder / "adapter")))
 
     def _send(self, worker_id: str, message: Message) -> None:
         """Sends to a worker; one that is gone is noticed by its PeerLost."""
@@ -552,17 +541,15 @@ class Controller:
     def status(self) -> RunStatus:
         """Returns the live snapshot."""
         now = time.monotonic()
-        device = self._device_status
-        busy = device.busy_s if device else {}
-        total = sum(busy.values()) or 1.0
+        device = self._device.status
         counters = self._server.counters()
         return RunStatus(
             elapsed_s=now - self._started,
             phase=self.phase,
             jobs=tuple(self._job_status(job, now) for job in self.jobs.values()),
-            device_share={stage: seconds / total for stage, seconds in busy.items()},
+            device_share=self._device.shares(),
             device_counters=device.counters if device else {},
-            programs=self._programs,
+            programs=self._device.programs,
             compiles_since_warmup=device.compiles_since_warmup if device else 0,
             env_workers={name: len(pool.workers) for name, pool in self.orchestrator.pools.items()},
             transport={name: getattr(counters, name) for name in ("sent", "delivered", "in_flight", "failed", "received")},
@@ -572,6 +559,7 @@ class Controller:
     def _job_status(self, job: Job, now: float) -> JobStatus:
         rollout = self.orchestrator.jobs.get(job.name)
         self._note_episodes(job)
+        job.device_share = self._device.share_of(job.name)
         return job.status(rollout.queue_lengths() if rollout else {}, self._why(job, now))
 
     def _why(self, job: Job, now: float) -> str:
@@ -582,7 +570,7 @@ class Controller:
         if job.state == RUNNING:
             return self.orchestrator.why(job.name, now)
         missing = job.missing()
-        compiled, programs = self._programs
+        compiled, programs = self._device.programs
         progress = f" ({compiled} of {programs} programs compiled)" if "device" in missing and programs else ""
         return f"start: waits for {' and '.join(missing)}{progress}"
 
@@ -605,11 +593,6 @@ class Controller:
         """Whether the message concerns the present incarnation of a job that is not over."""
         job = self.jobs.get(message.job)
         return job is not None and not job.is_over and message.incarnation == job.incarnation
-
-    @staticmethod
-    def _is_user_error(kind: str) -> bool:
-        found = getattr(errors, kind, None)
-        return isinstance(found, type) and issubclass(found, UserError)
 
 
 def _job_of(message: Message) -> str:

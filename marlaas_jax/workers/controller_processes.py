@@ -92,11 +92,14 @@ class Processes:
                 task.add_done_callback(self._tasks.discard)
 
     async def stop(self, timeout_s: float) -> None:
-        """Waits until the device has ended by itself (it was told to), then ends what is left."""
+        """Ends all workers; the device, which was told to end, has `timeout_s` to finish its running saves."""
         device = self._supervisor.workers.get(self.DEVICE)
+        others = [worker for worker in self._supervisor.workers.values() if worker is not device]
+        ending = asyncio.gather(*(self._supervisor.stop(worker) for worker in others))
         end = time.monotonic() + timeout_s
         while device is not None and device.is_running and time.monotonic() < end:
             await asyncio.sleep(0.02)
+        await ending
         await self._supervisor.stop_all()
         if self._tasks:
             await asyncio.wait(self._tasks)

@@ -46,3 +46,17 @@ def test_a_job_can_leave_at_any_time():
     queue.remove("a")
     queue.remove("a")
     assert {queue.next({"b": 8, "c": 8}.get) for _ in range(4)} == {"b", "c"}
+
+
+def test_a_large_piece_is_not_kept_out_by_small_ones():
+    queue = FairQueue(quantum=8)
+    queue.add("large", 1)
+    queue.add("small", 1)
+    costs = {"large": 60, "small": 4}
+    running, started = [], Counter()
+    for _ in range(200):
+        while job := queue.next(costs.get, 64 - sum(running)):
+            running.append(costs[job])
+            started[job] += 1
+        running.pop(0)
+    assert started["large"] >= 10

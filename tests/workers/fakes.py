@@ -4,7 +4,7 @@
 
 Completions are "yes" or "no", decided by seed and version, so a run is reproducible. Each job's state is a JSON file per
 committed step. $FAKE_DEVICE holds JSON; the first three by job: `die_at` (exit hard, once, when that batch is trained and not
-yet reported), `wrong_weights_at` (version), `fail_at` (step); `commit_every` (batches, by job; 2), `marker` (a file that says
+yet reported), `wrong_weights_at` (from that version on), `fail_at` (step); `commit_every` (batches, by job; 2), `marker` (a file that says
 that it died), `train_s` (seconds per batch).
 """
 
@@ -84,7 +84,7 @@ class FakeDevice:
         logprobs = struct.pack(f"<{len(ids)}f", *[-0.7] * len(ids))
         claimed = (
             "wrong"
-            if self.options.get("wrong_weights_at", {}).get(message.job) == version
+            if version >= self.options.get("wrong_weights_at", {}).get(message.job, version + 1)
             else self.fingerprint(message.job, version)
         )
         return Generated(

@@ -1,0 +1,65 @@
+"""What the controller knows of the device's process: which one it is, when it spoke last, what it is busy with."""
+
+from marlaas_jax import errors
+from marlaas_jax.errors import UserError
+from marlaas_jax.messages import DeviceStatus, WorkerFailed
+
+SILENCE_S = 900.0  # it says something every second, and between two compilations
+
+
+class DeviceLink:
+    """The present device process, "" while there is none."""
+
+    def __init__(self) -> None:
+        self.worker_id = ""
+        self.programs = (0, 0)  # compiled, in all
+        self.status: DeviceStatus | None = None
+        self._heard = 0.0
+
+    def joined(self, worker_id: str, now: float) -> None:
+        """A device's process said Hello."""
+        self.worker_id = worker_id
+        self._heard = now
+
+    def gone(self) -> bool:
+        """Forgets the present process; False if there was none."""
+        was_there = bool(self.worker_id)
+        self.worker_id = ""
+        self.status = None
+        return was_there
+
+    def heard(self, worker_id: str, now: float) -> None:
+        """Notes that a message came from somebody."""
+        if worker_id == self.worker_id:
+            self._heard = now
+
+    def is_silent(self, now: float) -> bool:
+        """True where the process lives and does not get on: a dispatch that never ends."""
+        return bool(self.worker_id) and now - self._heard > SILENCE_S
+
+    def report(self, message: DeviceStatus) -> None:
+        """Takes a report: on the programs compiled so far, or on the last second."""
+        total = message.counters.get("programs_total")
+        if total is None:
+            self.status = message
+        else:
+            self.programs = (int(message.counters.get("programs_compiled", 0)), int(total))
+
+    def shares(self) -> dict[str, float]:
+        """Returns the share of the last second by stage."""
+        return _normalised(self.status.busy_s, self.status.busy_s) if self.status else {}
+
+    def share_of(self, job: str) -> float:
+        """Returns a job's share of the last second."""
+        return _normalised(self.status.busy_by_job_s, self.status.busy_s).get(job, 0.0) if self.status else 0.0
+
+
+def user_error(message: WorkerFailed) -> UserError | None:
+    """Returns the error that a worker died of, where it is one that the caller can mend."""
+    found = getattr(errors, message.kind, None)
+    return found(message.text) if isinstance(found, type) and issubclass(found, UserError) else None
+
+
+def _normalised(seconds: dict[str, float], whole: dict[str, float]) -> dict[str, float]:
+    total = sum(whole.values()) or 1.0
+    return {name: value / total for name, value in seconds.items()}

@@ -3,9 +3,10 @@
     python -m tests.workers.fakes --address A --config RUN/config.yaml --worker-id ID
 
 Completions are "yes" or "no", decided by seed and version, so a run is reproducible. Each job's state is a JSON file per
-committed step. $FAKE_DEVICE holds JSON; the first three by job: `die_at` (exit hard, once, when that batch is trained and not
-yet reported), `wrong_weights_at` (from that version on), `fail_at` (step); `commit_every` (batches, by job; 2), `marker` (a file that says
-that it died), `train_s` (seconds per batch).
+committed step. $FAKE_DEVICE holds JSON; the first four are by job:
+`die_at` exit hard, once, when that batch is trained and not yet reported; `marker` is a file that says that it happened;
+`wrong_weights_at` the version from which on completions name other weights; `fail_at` the step that fails the job;
+`commit_every` so many batches (2); `train_s` seconds per batch.
 """
 
 import argparse

@@ -5,6 +5,7 @@ file < `--set runtime.engine.num_decode_slots=64`. Cores never see these classes
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -165,7 +166,7 @@ class BankSection(Section):
 class LearnerSection(Section):
     """The learner's fixed sizes."""
 
-    micro_batch_tokens: Annotated[int, Field(ge=16)] | None = None  # padded tokens of one micro-batch; None: 256 on CPU, else 4096
+    micro_batch_tokens: Annotated[int, Field(ge=16)] | None = None  # padded, of one micro-batch; None: 256 on CPU, else 4096
     max_dispatch_s: Annotated[float, Field(gt=0)] = 0.25  # predicted length of one dispatch
     prompt_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # prompt tokens but the last; (): chosen from max_context
     suffix_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # tokens after the prompt; (): chosen from max_context
@@ -201,7 +202,7 @@ class RunConfig(Section):
         for i, job in enumerate(self.jobs):
             if job.lora.rank > self.runtime.bank.max_rank:
                 raise ValueError(
-                    f"jobs.{i}.lora.rank={job.lora.rank}: runtime.bank.max_rank={self.runtime.bank.max_rank} is the most allowed"
+                    f"jobs.{i}.lora.rank={job.lora.rank}: runtime.bank.max_rank={self.runtime.bank.max_rank} is the most"
                 )
             if job.sampling.max_tokens >= self.runtime.engine.max_context:
                 raise ValueError(
@@ -211,8 +212,8 @@ class RunConfig(Section):
         return self
 
 
-def load_run(paths: list[Path], overrides: list[str] = ()) -> RunConfig:
-    """Returns the run described by job files, with `--set` overrides applied. Raises InvalidConfig or NotFound, one sentence."""
+def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
+    """Returns the run described by job files, with `--set` overrides. Raises InvalidConfig or NotFound, one sentence."""
     merged: dict[str, Any] = {"jobs": []}
     for path in paths:
         document = _read_yaml(path)
@@ -248,7 +249,9 @@ def validate(model: type[pydantic.BaseModel], document: Any) -> Any:
         field = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
-            raise InvalidConfig(f"{field}: unknown key; allowed here: {', '.join(_allowed_keys(model, first['loc']))}") from None
+            raise InvalidConfig(
+                f"{field}: unknown key; allowed here: {', '.join(_allowed_keys(model, first['loc']))}"
+            ) from None
         if first["type"] == "missing":
             raise InvalidConfig(f"{field}: missing; it must be given") from None
         if first["type"] == "value_error":

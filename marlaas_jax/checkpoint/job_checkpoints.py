@@ -1,7 +1,8 @@
 """The checkpoints of one job: weights, moments, counters and ledger of one moment as one atomic orbax step.
 
 A step exists once orbax has renamed it into place; a half-written one is never listed and is removed at the next start. Saving
-runs in the background; its outcome is asked for by `poll` and is never lost. A failed save is forgotten, so the next one happens.
+runs in the background; its outcome is asked for by `poll` and is never lost. A failed save is forgotten, so that the next
+one happens.
 """
 
 import base64
@@ -58,7 +59,7 @@ class JobCheckpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, state: JobState, reward: float) -> None:
-        """Starts writing `state`; returns once the arrays are copied. Raises StorageError if this or the previous save failed."""
+        """Starts writing `state`; returns once the arrays are copied. Raises StorageError if this or the last save failed."""
         self.wait()
         meta = {
             "schema_version": SCHEMA_VERSION,
@@ -91,7 +92,7 @@ class JobCheckpoints:
         return step
 
     def restore(self, step: int | None = None) -> JobState | None:
-        """Returns the state after `step` batches; None asks for the newest that can be read. None when there is no checkpoint."""
+        """Returns the state after `step` batches; None asks for the newest that can be read. None if there is none."""
         candidates = self.steps()[::-1] if step is None else [step]
         for i, candidate in enumerate(candidates):
             try:
@@ -123,14 +124,18 @@ class JobCheckpoints:
         except CorruptFile:
             raise
         except Exception as error:  # orbax and tensorstore raise many types for a damaged step
-            raise CorruptFile(f"{path}: the checkpoint cannot be read ({type(error).__name__}: {_first_line(error)})") from error
+            raise CorruptFile(
+                f"{path}: the checkpoint cannot be read ({type(error).__name__}: {_first_line(error)})"
+            ) from error
 
     def _guarded(self, action: Any) -> None:
         try:
             action()
         except Exception as error:  # a full or read-only disk surfaces as OSError, ValueError or a runtime error of tensorstore
             step, self._pending = self._pending, None
-            raise StorageError(f"{self.directory / str(step)}: the checkpoint was not written ({_first_line(error)})") from error
+            raise StorageError(
+                f"{self.directory / str(step)}: the checkpoint was not written ({_first_line(error)})"
+            ) from error
 
 
 def _first_line(error: Exception) -> str:

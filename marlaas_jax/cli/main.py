@@ -14,12 +14,16 @@ import typer
 
 from marlaas_jax.errors import UserError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__.splitlines()[0])
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(__doc__ or "").splitlines()[0]
+)
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: ratios from interleaved runs in one process.")
 app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON, one object per line.")]
-Set = Annotated[list[str], typer.Option("--set", help="Override a key: runtime.engine.num_decode_slots=64, jobs.NAME.steps=5.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a key: runtime.engine.num_decode_slots=64, jobs.NAME.steps=5.")
+]
 
 
 @contextlib.contextmanager
@@ -39,10 +43,12 @@ def one_sentence() -> Iterator[None]:
 
 @app.command()
 def run(
-    files: Annotated[list[Path], typer.Argument(help="Job files (YAML); several are run together.")] = None,
-    directory: Annotated[Path, typer.Option("--dir", help="Run folder; default runs/<first file's name>-<time>.")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="Job files (YAML); several are run together.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Run folder; default runs/<first file's name>-<time>.")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last committed step of each job in --dir.")] = False,
-    overrides: Set = (),
+    overrides: Set = None,
     check: Annotated[bool, typer.Option("--check", help="Validate and print the resolved configuration; run nothing.")] = False,
     json: Json = False,
 ) -> None:
@@ -50,7 +56,7 @@ def run(
     from marlaas_jax.cli import run as command
 
     with one_sentence():
-        code = command.run(files or [], directory, resume, list(overrides), check, json)
+        code = command.run(files or [], directory, resume, list(overrides or ()), check, json)
     raise typer.Exit(code)
 
 
@@ -58,7 +64,9 @@ def run(
 def export(
     source: Annotated[str, typer.Argument(help="RUN_DIR/JOB or RUN_DIR/JOB@STEP.")],
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
-    merged: Annotated[bool, typer.Option(help="Write the merged model as Hugging Face safetensors instead of a PEFT adapter.")] = False,
+    merged: Annotated[
+        bool, typer.Option(help="Write the merged model as Hugging Face safetensors, not a PEFT adapter.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Writes a job's adapter as a PEFT folder, or merged into its base as a Hugging Face model."""
@@ -73,15 +81,15 @@ def export(
 def sample(
     prompt: Annotated[str, typer.Argument(help="Text to continue; with --chat a user message.")],
     model: Annotated[str, typer.Option(help="smollm2-135m, tiny, a folder, a .gguf file or a Hub id.")] = "smollm2-135m",
-    adapter: Annotated[str, typer.Option(help="A PEFT folder, or RUN_DIR/JOB[@STEP].")] = None,
+    adapter: Annotated[str | None, typer.Option(help="A PEFT folder, or RUN_DIR/JOB[@STEP].")] = None,
     n: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
     top_k: Annotated[int, typer.Option(min=0)] = 0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     min_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.0,
-    stop: Annotated[list[str], typer.Option(help="Stop string; may be repeated.")] = (),
-    seed: Annotated[int, typer.Option(help="Fresh randomness when not given.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fresh randomness when not given.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Render the prompt with the chat template.")] = False,
     json: Json = False,
 ) -> None:
@@ -89,7 +97,7 @@ def sample(
     from marlaas_jax.cli import sample as command
 
     with one_sentence():
-        request = command.Request(n, max_tokens, temperature, top_k, top_p, min_p, tuple(stop), seed, chat)
+        request = command.Request(n, max_tokens, temperature, top_k, top_p, min_p, tuple(stop or ()), seed, chat)
         for answer in command.sample(prompt, model, adapter, request):
             typer.echo(jsonlib.dumps(answer) if json else answer["text"])
 
@@ -97,8 +105,8 @@ def sample(
 @app.command()
 def chat(
     model: Annotated[str, typer.Option(help="smollm2-135m, a folder, a .gguf file or a Hub id.")] = "smollm2-135m",
-    adapter: Annotated[str, typer.Option(help="A PEFT folder, or RUN_DIR/JOB[@STEP].")] = None,
-    system: Annotated[str, typer.Option(help="System message.")] = None,
+    adapter: Annotated[str | None, typer.Option(help="A PEFT folder, or RUN_DIR/JOB[@STEP].")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
 ) -> None:
@@ -111,7 +119,7 @@ def chat(
 
 @app.command()
 def doctor(
-    config: Annotated[Path, typer.Argument(help="A job file, to list its compiled programs.")] = None, json: Json = False
+    config: Annotated[Path | None, typer.Argument(help="A job file, to list its compiled programs.")] = None, json: Json = False
 ) -> None:
     """Prints versions, devices, caches and what is missing; exits non-zero if something needed is."""
     from marlaas_jax.cli import doctor as command
@@ -124,7 +132,7 @@ def doctor(
 @bench_app.command("engine")
 def bench_engine(
     quick: Annotated[bool, typer.Option(help="Fewer repeats.")] = False,
-    reference_python: Annotated[str, typer.Option(help="Interpreter with torch, transformers and peft.")] = None,
+    reference_python: Annotated[str | None, typer.Option(help="Interpreter with torch, transformers and peft.")] = None,
     json: Json = False,
 ) -> None:
     """Decoding and prefill: adapters against base, slots, transformers and peft."""

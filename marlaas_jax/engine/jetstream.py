@@ -117,7 +117,7 @@ def _seqio_stand_in() -> dict[str, types.ModuleType]:
     package, vocabularies = types.ModuleType("seqio"), types.ModuleType("seqio.vocabularies")
     for name in ("Vocabulary", "SentencePieceVocabulary"):
         setattr(vocabularies, name, type(name, (), {}))
-    package.vocabularies = vocabularies
+    vars(package)["vocabularies"] = vocabularies
     return {"seqio": package, "seqio.vocabularies": vocabularies}
 
 

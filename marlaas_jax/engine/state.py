@@ -5,6 +5,9 @@ Whatever stands in a cache is finite: keys and values that are not are stored as
 that what a broken adapter left behind cannot reach the slot's next owner through a masked position (0 * nan is nan).
 """
 
+# NumPy arrays are given where JAX arrays are named.
+# pyright: reportArgumentType=false
+
 import dataclasses
 from typing import Any
 

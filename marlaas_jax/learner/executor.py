@@ -1,5 +1,8 @@
 """Owns the learner's device arrays and turns micro-batches into chains of program calls. No jobs and no clock here."""
 
+# NumPy arrays are given where JAX arrays are named.
+# pyright: reportArgumentType=false
+
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -42,6 +42,7 @@ def adamw(weights: Tree, first: Tree, second: Tree, gradient: Tree, hyper: Hyper
     adam = optax.scale_by_adam(hyper.beta1, hyper.beta2, hyper.eps)
     with jax.numpy_dtype_promotion("standard"):
         step, state = adam.update(gradient, optax.ScaleByAdamState(hyper.count, first, second))
+    assert isinstance(state, optax.ScaleByAdamState)
     move = lambda w, s: w - hyper.learning_rate * (s + hyper.weight_decay * w)
     return jax.tree.map(move, weights, step), state.mu, state.nu, norm
 

@@ -1,5 +1,8 @@
 """Fills the per-row data of one micro-batch's objectives. NumPy in, NumPy out (as LossRows)."""
 
+# NumPy arrays are given where JAX arrays are named.
+# pyright: reportArgumentType=false
+
 from collections.abc import Sequence
 
 import numpy as np

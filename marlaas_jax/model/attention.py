@@ -86,7 +86,7 @@ def cached(
 
     kv is (k_cache, v_cache), each [S, K, C, H]; the new key and value are written at `position_R` first, where `is_written_R`
     says so and the position is below C. Row r belongs to slot `slot_R[r]`, by default to slot r; with as many rows as slots
-    `slot_R` is a permutation. Values that are not finite are stored as zeros: a cache must never hold a nan (see engine/state.py).
+    `slot_R` is a permutation. Values that are not finite are stored as zeros: a cache must hold no nan (see engine/state.py).
     """
 
     def attend(q, k, v, kv):

@@ -1,6 +1,7 @@
 """A job's objective with every default filled in, and the weight of each row in it. NumPy only; losses.py has the formulas."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -53,7 +54,7 @@ def resolve(config: AlgorithmConfig) -> Objective:
     )
 
 
-def row_weights(num_tokens_B: np.ndarray, aggregation: str, max_tokens: int) -> np.ndarray:
+def row_weights(num_tokens_B: np.ndarray | Sequence[int], aggregation: str, max_tokens: int) -> np.ndarray:
     """Returns what each row's token sum is multiplied by [B], float32, from its number of loss tokens in the minibatch.
 
     Rows without loss tokens (masked, truncated) count nowhere: neither in the sums nor among the sequences or tokens (H25).

@@ -6,7 +6,7 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 _counted = {"programs": 0}
 
 
-def _count(event: str, duration_s: float, **_: str | int) -> None:
+def _count(event: str, duration_secs: float, **_: str | int) -> None:
     if event == _EVENT:
         _counted["programs"] += 1
 

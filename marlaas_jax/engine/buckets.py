@@ -80,8 +80,12 @@ def choose(
     prefill_batch: int = 4,
     context_lengths: tuple[int, ...] = (),
     prefill_lengths: tuple[int, ...] = (),
+    in_blocks: bool = True,
 ) -> Buckets:
-    """Returns the buckets for these sizes; lengths that are given are taken as they are. Raises InvalidConfig."""
+    """Returns the buckets for these sizes; lengths that are given are taken as they are. Raises InvalidConfig.
+
+    in_blocks: rows of one dispatch are arranged in blocks that share an adapter; False: they come in any order.
+    """
     prefill_batch = min(prefill_batch, num_slots)
     prefill = _checked("prefill_buckets", prefill_lengths, max_context) or _spread(max_context, 3)
     context = _checked("context_buckets", context_lengths, max_context)
@@ -89,7 +93,7 @@ def choose(
     score = (prefill[0], max_context) if prefill[0] < max_context else (max_context,)
 
     def build(contexts: tuple[int, ...]) -> Buckets:
-        return Buckets(num_slots, max_context, prefill, rows, contexts, score, _forms(num_slots))
+        return Buckets(num_slots, max_context, prefill, rows, contexts, score, _forms(num_slots, in_blocks))
 
     if context:
         buckets = build(context)
@@ -107,15 +111,14 @@ def choose(
     return fitting[0]
 
 
-def _forms(num_slots: int) -> tuple[Form, ...]:
+def _forms(num_slots: int, in_blocks: bool) -> tuple[Form, ...]:
     few = num_slots // 4
     forms = [Form(few, 1)] if few >= 2 else []
-    forms.append(Form(num_slots, num_slots))
-    if num_slots > BLOCK and num_slots % BLOCK == 0:
+    if in_blocks and num_slots > 1:
+        forms.append(Form(num_slots, num_slots))
+    if in_blocks and num_slots > BLOCK and num_slots % BLOCK == 0:
         forms.append(Form(num_slots, BLOCK))
-    if num_slots > 1:
-        forms.append(Form(num_slots, 1))
-    return tuple(forms)
+    return (*forms, Form(num_slots, 1))
 
 
 def _spread(max_context: int, count: int) -> tuple[int, ...]:

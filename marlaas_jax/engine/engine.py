@@ -39,11 +39,23 @@ class EngineSettings:
     context_buckets: tuple[int, ...] = ()
     prefill_buckets: tuple[int, ...] = ()
     dtype: str = "float32"  # of caches and adapters
+    form: str = "auto"  # of applying adapters while decoding: "blocks", "onehot", or chosen by lora.apply.choose_form
+
+    def resolved_form(self) -> str:
+        """Returns the form, chosen for the backend where it is "auto"."""
+        if self.form != "auto":
+            return self.form
+        return apply.choose_form(jax.default_backend(), self.num_adapter_slots, self.max_rank)
 
     def buckets(self) -> buckets.Buckets:
         """Returns the shapes that these sizes make."""
         return buckets.choose(
-            self.num_decode_slots, self.max_context, self.prefill_batch, self.context_buckets, self.prefill_buckets
+            self.num_decode_slots,
+            self.max_context,
+            self.prefill_batch,
+            self.context_buckets,
+            self.prefill_buckets,
+            in_blocks=self.resolved_form() == "blocks",
         )
 
 
@@ -90,6 +102,7 @@ class MarlaasEngine(EngineBase):
         """`tokenizer` is what `build_tokenizer` returns to JetStream's Driver; `end_ids` stop rows that say nothing else."""
         self.config = config
         self.settings = settings
+        self.form = settings.resolved_form()
         self.buckets = settings.buckets()
         self.end_ids = tuple(end_ids)
         self._tokenizer = tokenizer
@@ -102,7 +115,7 @@ class MarlaasEngine(EngineBase):
     def load_params(self, base: Params, bank: Bank | None = None) -> EngineParams:
         """Returns the engine's parameters for a loaded base; without a bank, an empty one."""
         self._unrolled = steps.is_unrolled(base)
-        self._layered = layered.suits(self.config, base)
+        self._layered = layered.suits(self.config, base, self.form)
         if bank is None:
             settings = self.settings
             bank = banks.empty(self.config, settings.num_adapter_slots, settings.max_rank, jnp.dtype(settings.dtype))
@@ -168,7 +181,7 @@ class MarlaasEngine(EngineBase):
     def generate(self, params: EngineParams, decode_state: DecodeState, **kwargs: Any) -> tuple[DecodeState, ResultTokens]:
         """Returns (state, result) after the next token of every slot, whatever adapters they use."""
         every = np.arange(self.settings.num_decode_slots, dtype=np.int32)
-        sides = self._gather(params, decode_state.adapter_slot_S)
+        sides = self.all_adapters(params) if self.form == "onehot" else self._gather(params, decode_state.adapter_slot_S)
         state, packed = self._decode(params, decode_state, sides, every, every >= 0, 1, self.settings.max_context)
         return state, as_result(packed)
 
@@ -243,6 +256,10 @@ class MarlaasEngine(EngineBase):
             return layered.update_blocks(params.bank, sides, block, slot, count)
         return steps.jit_update_blocks(params.bank, sides, block, slot, count, self._unrolled)
 
+    def all_adapters(self, params: EngineParams) -> apply.Sides:
+        """Returns the sides of the form "onehot": every adapter of the bank."""
+        return steps.jit_gather_all(params.bank, self._unrolled)
+
     def decode(
         self, params: EngineParams, state: DecodeState, sides: apply.Sides, plan: Plan, num_context: int, keep: np.ndarray
     ) -> tuple[DecodeState, ResultTokens]:
@@ -288,7 +305,7 @@ class MarlaasEngine(EngineBase):
     ) -> tuple[DecodeState, jax.Array]:
         if self._layered:
             return layered.decode_chunk(self.config, num_steps, num_context, params.base, sides, state, order, keep)
-        return steps.jit_decode_chunk(self.config, num_steps, num_context, "blocks", params.base, sides, state, order, keep)
+        return steps.jit_decode_chunk(self.config, num_steps, num_context, self.form, params.base, sides, state, order, keep)
 
     def _prefill(self, params: EngineParams, tokens: Any, lengths: Any, adapters: Any) -> Prefix:
         run = layered.prefill if self._layered else steps.jit_prefill

@@ -25,9 +25,9 @@ MIN_LAYERS = 9  # shallower models run as one program: their layers are too shor
 Layer = dict[str, jax.Array]
 
 
-def suits(config: ModelConfig, params: Params) -> bool:
+def suits(config: ModelConfig, params: Params, form: str) -> bool:
     """Returns whether a model runs layer by layer."""
-    return steps.is_unrolled(params) and config.num_layers >= MIN_LAYERS
+    return steps.is_unrolled(params) and config.num_layers >= MIN_LAYERS and form == "blocks"
 
 
 def prefill(

@@ -66,8 +66,9 @@ class Sampler:
         self._params: EngineParams = self.engine.load_params(params)
         self._state = self.engine.init_decode_state()
         # By number of blocks: copies of their adapters, made when first used; which (adapter slot, writes) each block holds.
+        # In the form "onehot", at 0: a copy of the whole bank, and the writes that it has seen.
         self._sides: dict[int, Any] = {}
-        self._held: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._held: dict[int, tuple[Any, ...]] = {}
         self._writes = [0] * settings.num_adapter_slots  # how often each adapter slot was written
         self._residency = Residency(settings.num_adapter_slots)
         self._snapshots = SnapshotStore()
@@ -319,7 +320,12 @@ class Sampler:
         return True
 
     def _place(self, arranged: plan.Plan) -> Any:
-        """Returns the blocks of the plan's form with the plan's adapters in them."""
+        """Returns the adapters for the plan: blocks of its form with its adapters in them, or all adapters of the bank."""
+        if self.engine.form == "onehot":
+            if self._held.get(0) != tuple(self._writes):
+                self._sides[0] = self.engine.all_adapters(self._params)
+                self._held[0] = tuple(self._writes)
+            return self._sides[0]
         count = arranged.form.num_blocks
         if count not in self._sides:
             self._sides[count] = self.engine.empty_blocks(self._params, count)

@@ -29,7 +29,10 @@ def warm(
     nobody = np.zeros(settings.num_decode_slots, bool)
     for count in buckets.block_counts:
         progress(f"place adapters in {count} blocks")
-        sides = engine.place_blocks(params, engine.empty_blocks(params, count), {0: NULL_SLOT})
+        if engine.form == "onehot":
+            sides = engine.all_adapters(params)
+        else:
+            sides = engine.place_blocks(params, engine.empty_blocks(params, count), {0: NULL_SLOT})
         for form in (form for form in buckets.forms if form.num_blocks == count):
             plan = Plan(form, tuple(range(form.num_rows)), (NULL_SLOT,) * count)
             for context in buckets.context_lengths:

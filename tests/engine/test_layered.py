@@ -25,7 +25,7 @@ def run(world, block: int):
     """Returns what two prompts' rows, two each, give in two dispatches, and a score."""
     engine = MarlaasEngine(world.config, SETTINGS)
     params = engine.load_params(world.params, world.bank)
-    assert engine._layered == (layered.MIN_LAYERS == 1)
+    assert layered.suits(world.config, world.params, engine.form) == (layered.MIN_LAYERS == 1)
     prefix = engine.prefill_rows(params, PROMPTS, [2, 3])
     entries = [(slot, slot // 2, RowSettings(6, seed=slot)) for slot in range(4)]
     state = engine.insert_rows(engine.init_decode_state(), prefix, entries)

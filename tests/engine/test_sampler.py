@@ -99,12 +99,12 @@ def check(world, answer, adapter_slot: int, prompt=(3, 9, 20), temperature: floa
         np.testing.assert_allclose(floats(answer.sampled_logprobs), scaled[np.arange(len(ids)), ids], atol=1e-4)
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_jobs_side_by_side(unrolled, run_ahead):
+@pytest.mark.parametrize(("run_ahead", "form"), [(False, "blocks"), (True, "blocks"), (False, "onehot")])
+def test_jobs_side_by_side(unrolled, run_ahead, form):
     """Five adapters' requests, more than the slots hold: each answer is that of its own snapshot, and seeds reproduce it."""
     results = []
     for _ in range(2):
-        sampler = make(unrolled, run_ahead)
+        sampler = make(unrolled, run_ahead, form=form)
         for slot, job in enumerate("abc", start=1):
             sent = snapshot(unrolled, job, 5 + slot, slot)
             assert sampler.publish(sent) == sent.fingerprint
@@ -412,11 +412,11 @@ def test_wrong_weights_show_in_the_fingerprint(unrolled):
     assert sampler.publish(sent) != sent.fingerprint
 
 
-@pytest.mark.parametrize("is_layered", [False, True])
-def test_nothing_compiles_after_warmup(unrolled, monkeypatch, is_layered):
+@pytest.mark.parametrize(("is_layered", "form"), [(False, "blocks"), (True, "blocks"), (False, "onehot")])
+def test_nothing_compiles_after_warmup(unrolled, monkeypatch, is_layered, form):
     """H44: mixed lengths, adapters, temperatures, publishes, cancels and scores after warm-up: no program is compiled."""
     monkeypatch.setattr(layered, "MIN_LAYERS", 1 if is_layered else 99)
-    sampler = make(unrolled, is_warm=True)
+    sampler = make(unrolled, is_warm=True, form=form)
     snapshots = [snapshot(unrolled, job, v, 1 + (v + i) % 4) for v in range(3) for i, job in enumerate("abcd")]
     rng = np.random.default_rng(0)
     with jax.no_tracing():

@@ -154,16 +154,16 @@ def emit(record: dict[str, Any]) -> None:
 
 def notable(event: dict[str, Any]) -> str | None:
     """Returns a sentence for the events that a person should see at once, None for the others."""
-    kind, job = event.get("event"), event.get("job")
-    match kind:
+    job = event.get("job")
+    match event["kind"]:
         case "job_failed":
-            return f"job {job} failed: {event.get('kind')}: {event.get('reason')}"
-        case "warning" | "note":
-            return f"job {job}: {event.get('text')}"
-        case "worker_lost":
-            return f"worker {event.get('worker')} lost: {event.get('reason')}"
-        case "eval_done":
-            return f"job {job}: held-out reward {event.get('phase')} training {number(event.get('reward_mean'))}"
+            return f"{job}: failed: {event['failure']}: {event['reason']}"
+        case "warning" | "ticket_given_up":
+            return f"{job}: {event['text']}"
+        case "worker_lost" | "worker_given_up":
+            return f"{event['kind'].replace('_', ' ')}: {event['worker']}: {event['reason']}"
+        case "evaluated":
+            return f"{job}: held-out reward {event['phase']} training {number(event['reward_mean'])}"
     return None
 
 

@@ -118,8 +118,17 @@ class ColocatedDevice:
         return out + self._poll_saves()
 
     def close(self) -> list[Message]:
-        """Closes all jobs; waits for their running saves."""
-        return [answer for name in list(self._jobs) for answer in self._close(name)]
+        """Closes all jobs; what was trained since a job's last checkpoint is saved first."""
+        out: list[Message] = []
+        for name, job in list(self._jobs.items()):
+            try:
+                job.checkpoints.wait()
+                if job.saved_step != job.step:
+                    self._save(job)
+            except StorageError as error:
+                out.append(JobWarning(name, job.incarnation, str(error)))
+            out += self._close(name)
+        return out
 
     # ---- figures
 

@@ -209,12 +209,13 @@ class _Batch:
         settings = EngineSettings(
             num_rows, CONTEXT, num_adapters + 3, RANK, prefill_batch=min(num_rows, 8), prefill_buckets=(PROMPT,)
         )
-        self._sampler = Sampler(config, params, settings, _NoText(), lambda: 0.0, run_ahead=False)
+        no_text: Any = _NoText()
+        self._sampler = Sampler(config, params, settings, no_text, lambda: 0.0, run_ahead=False)
         self._num_rows, self._new_tokens, self._count = num_rows, new_tokens, 0
         self._jobs = [f"job{i}" for i in range(num_adapters)]
         bank = random_bank(config, num_adapters + 1)
         for i, job in enumerate(self._jobs):
-            weights, scale = banks.read(bank, i + 1)
+            weights, scale = banks.read(bank, jnp.int32(i + 1))
             self._sampler.publish(Snapshot(job, 0, 0, weights, float(scale), ""))
 
     def run(self) -> None:
@@ -252,10 +253,12 @@ class Reference:
         script = Path(__file__).with_name("reference.py")
         command = [python, str(script), json_format.dumps(shape), str(RANK), str(num_adapters)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         self.versions = self._read()
 
     def _read(self) -> dict[str, Any]:
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise RuntimeError(f"the reference process ended with code {self._process.wait()}")
         return json_format.loads(line)
@@ -263,13 +266,13 @@ class Reference:
     def generate(self, batch: int, new_tokens: int) -> Measured:
         """Generates greedily for `batch` prompts and returns the time that took."""
         request = {"batch": batch, "prompt_tokens": PROMPT, "new_tokens": new_tokens}
-        self._process.stdin.write(json_format.dumps(request) + "\n")
-        self._process.stdin.flush()
+        self._requests.write(json_format.dumps(request) + "\n")
+        self._requests.flush()
         return Measured(**self._read())
 
     def close(self) -> None:
         """Ends the process."""
-        self._process.stdin.close()
+        self._requests.close()
         self._process.wait(timeout=30)
 
 

@@ -178,7 +178,7 @@ class MarlaasEngine(EngineBase):
         rows = dataclasses.replace(prefix.rows, slot=padded, count=np.int32(len(slots)))
         return steps.jit_insert(decode_state, prefix.prefix, rows)
 
-    def generate(self, params: EngineParams, decode_state: DecodeState, **kwargs: Any) -> tuple[DecodeState, ResultTokens]:
+    def generate(self, params: EngineParams, decode_state: DecodeState, **kwargs: Any) -> tuple[DecodeState, Any]:
         """Returns (state, result) after the next token of every slot, whatever adapters they use."""
         every = np.arange(self.settings.num_decode_slots, dtype=np.int32)
         sides = self.all_adapters(params) if self.form == "onehot" else self._gather(params, decode_state.adapter_slot_S)
@@ -262,7 +262,7 @@ class MarlaasEngine(EngineBase):
 
     def decode(
         self, params: EngineParams, state: DecodeState, sides: apply.Sides, plan: Plan, num_context: int, keep: np.ndarray
-    ) -> tuple[DecodeState, ResultTokens]:
+    ) -> tuple[DecodeState, Any]:
         """Returns (state, result) after `decode_steps` tokens of the running rows, arranged as `plan` says."""
         order = np.asarray(plan.order, np.int32)
         state, packed = self._decode(params, state, sides, order, keep, self.settings.decode_steps, num_context)
@@ -276,7 +276,7 @@ class MarlaasEngine(EngineBase):
             )
         padded = np.zeros(self.buckets.score_length(len(token_ids)), np.int32)
         padded[: len(token_ids)] = token_ids
-        run = layered.score if self._layered else steps.jit_score
+        run: Any = layered.score if self._layered else steps.jit_score
         out = run(self.config, params.base, params.bank, padded, np.int32(len(token_ids)), np.int32(adapter_slot))
         return np.asarray(out)[1 : len(token_ids)]
 
@@ -298,8 +298,8 @@ class MarlaasEngine(EngineBase):
         params: EngineParams,
         state: DecodeState,
         sides: apply.Sides,
-        order: np.ndarray,
-        keep: np.ndarray,
+        order: Any,
+        keep: Any,
         num_steps: int,
         num_context: int,
     ) -> tuple[DecodeState, jax.Array]:
@@ -328,7 +328,7 @@ class MarlaasEngine(EngineBase):
         return GroupPrefix(prefix, rows, len(settings))
 
 
-def as_result(packed: jax.Array) -> ResultTokens:
+def as_result(packed: jax.Array) -> Any:
     """Returns the array that `decode_chunk` packed as JetStream's result; `steps.unpack` reads the log-probs beside."""
     num_steps = (packed.shape[1] - 2) // 4
     return ResultTokens(

@@ -7,6 +7,7 @@ block costs a copy of it.
 import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from marlaas_jax.engine.buckets import Form
 
@@ -17,7 +18,7 @@ class Plan:
 
     form: Form
     order: tuple[int, ...]  # decode slots in block order
-    adapters: tuple[Hashable, ...]  # one per block
+    adapters: tuple[Any, ...]  # one per block
 
 
 def choose_form(forms: Sequence[Form], rows_of_adapter: Mapping[Hashable, int]) -> Form:

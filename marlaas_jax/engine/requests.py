@@ -1,10 +1,10 @@
 """The host's side of a request: its samples, their tokens and text, and how each one ends."""
 
 import dataclasses
-from collections.abc import Hashable
 
 import numpy as np
 
+from marlaas_jax.engine.snapshots import SnapshotKey
 from marlaas_jax.engine.state import CONTEXT, ERROR, FINISH_REASONS, LENGTH, RUNNING, STOP, Prefix, RowSettings
 from marlaas_jax.engine.steps import Chunk
 from marlaas_jax.lora.snapshot import Snapshot
@@ -21,7 +21,7 @@ class Request:
 
     message: Generate
     stop_ids: frozenset[int]  # the model's end ids and the request's own
-    pinned_version: Hashable | None = None  # a snapshot that was asked for by number, kept until the request ends
+    pinned_version: SnapshotKey | None = None  # a snapshot that was asked for by number, kept until the request ends
     snapshot: Snapshot | None = None  # set at admission; None is the base model
     adapter_slot: tuple[int, int] = (0, 0)  # slot of the bank, and how often it had been written; set at admission
     prefix: tuple[Prefix, int] | None = None  # kept while samples wait for decode slots

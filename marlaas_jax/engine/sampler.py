@@ -211,10 +211,12 @@ class Sampler:
         return self._residency.can_pin(self._key_for(request))
 
     def _key_for(self, request: Request) -> SnapshotKey:
-        message = request.message
+        """Returns the name of the snapshot that a request would start under now; `submit` made sure that there is one."""
         if request.pinned_version is not None:
             return request.pinned_version
-        return key_of(self._snapshots.latest(message.job))
+        latest = self._snapshots.latest(request.message.job)
+        assert latest is not None, f"job {request.message.job!r} has waiting requests and no snapshot"
+        return key_of(latest)
 
     def _admit(self) -> bool:
         """Starts what may start, in one prefill at most. Returns True if that was a prefill; inserts alone are no dispatch."""
@@ -249,10 +251,10 @@ class Sampler:
         request.is_admitted = True
         if request.message.version == BASE_MODEL:
             return
-        key = self._key_for(request)
-        request.snapshot = self._snapshots.get(key)
-        self._snapshots.use(key)
-        slot = self._make_resident(request.snapshot, self._residency.pin)
+        snapshot = self._snapshots[self._key_for(request)]
+        self._snapshots.use(key_of(snapshot))
+        request.snapshot = snapshot
+        slot = self._make_resident(snapshot, self._residency.pin)
         request.adapter_slot = (slot, self._writes[slot])
 
     def _take_slots(self, request: Request) -> list[Row]:
@@ -284,6 +286,7 @@ class Sampler:
         entries: dict[int, list] = defaultdict(list)
         prefixes: dict[int, Any] = {}
         for request, rows in starting:
+            assert request.prefix is not None
             prefix, source = request.prefix
             prefixes[id(prefix)] = prefix
             entries[id(prefix)] += [(row.slot, source, request.settings(row.sample)) for row in rows]

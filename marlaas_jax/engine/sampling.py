@@ -12,6 +12,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
@@ -19,11 +20,11 @@ import jax.numpy as jnp
 class SamplingRows:
     """How each row is sampled; every leaf leads with the row."""
 
-    temperature: jax.Array  # float32; 0 takes the most likely token
-    top_k: jax.Array  # int32; 0 is off
-    top_p: jax.Array  # float32 in (0, 1]; 1 is off
-    min_p: jax.Array  # float32 in [0, 1); 0 is off; relative to the most likely token
-    seed: jax.Array  # uint32 [..., 2]: high and low half of the seed
+    temperature: jax.Array | np.ndarray  # float32; 0 takes the most likely token
+    top_k: jax.Array | np.ndarray  # int32; 0 is off
+    top_p: jax.Array | np.ndarray  # float32 in (0, 1]; 1 is off
+    min_p: jax.Array | np.ndarray  # float32 in [0, 1); 0 is off; relative to the most likely token
+    seed: jax.Array | np.ndarray  # uint32 [..., 2]: high and low half of the seed
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +38,7 @@ class Draw:
     finite: jax.Array  # bool: the logits were usable
 
 
-def uniform(seed_S2: jax.Array, completion_position_S: jax.Array) -> jax.Array:
+def uniform(seed_S2: jax.Array | np.ndarray, completion_position_S: jax.Array) -> jax.Array:
     """Returns one number in [0, 1) per row, float32 [S]."""
 
     def one(seed, position):

@@ -34,6 +34,9 @@ class SnapshotStore:
         key = self._latest.get(job)
         return None if key is None else self._snapshots[key]
 
+    def __getitem__(self, key: SnapshotKey) -> Snapshot:
+        return self._snapshots[key]
+
     def get(self, key: SnapshotKey) -> Snapshot | None:
         """Returns a snapshot if it is still kept."""
         return self._snapshots.get(key)

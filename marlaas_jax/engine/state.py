@@ -60,11 +60,11 @@ class Prefix:
 class InsertRows:
     """Which rows to start, one entry each; every leaf leads with the entry, only the first `count` are used."""
 
-    count: jax.Array  # int32 scalar
-    slot: jax.Array  # int32: decode slot to overwrite
-    source: jax.Array  # int32: row of the prefix
-    max_tokens: jax.Array  # int32
-    stop_ids: jax.Array  # int32 [entries, J]
+    count: jax.Array | np.int32
+    slot: jax.Array | np.ndarray  # int32: decode slot to overwrite
+    source: jax.Array | np.ndarray  # int32: row of the prefix
+    max_tokens: jax.Array | np.ndarray  # int32
+    stop_ids: jax.Array | np.ndarray  # int32 [entries, J]
     sampling: SamplingRows
 
 

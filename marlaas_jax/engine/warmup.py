@@ -21,11 +21,12 @@ def warm(
     """
     buckets, settings = engine.buckets, engine.settings
     for length in buckets.prefill_lengths:
+        prefixes = []
         for rows in buckets.prefill_rows:
             progress(f"prefill {rows}x{length}")
-            prefix = engine.prefill_rows(params, [[0] * length] * rows, [NULL_SLOT] * rows)
+            prefixes.append(engine.prefill_rows(params, [[0] * length] * rows, [NULL_SLOT] * rows))
         progress(f"insert {length}")
-        state = engine.insert_rows(state, prefix, [])
+        state = engine.insert_rows(state, prefixes[0], [])
     nobody = np.zeros(settings.num_decode_slots, bool)
     for count in buckets.block_counts:
         progress(f"place adapters in {count} blocks")

@@ -42,7 +42,9 @@ def run(files: list[Path], directory: Path | None, resume: bool, overrides: list
         for job in result.jobs:
             if job.reason:
                 console.print(f"{job.name}: {job.kind}: {job.reason}", style="red", markup=False, soft_wrap=True)
-        console.print(f"{result.elapsed_s:.0f} s in all; plot {plot}; adapters in {run_dir}/jobs/*/adapter", markup=False, soft_wrap=True)
+        console.print(
+            f"{result.elapsed_s:.0f} s in all; plot {plot}; adapters in {run_dir}/jobs/*/adapter", markup=False, soft_wrap=True
+        )
     return 0 if result.succeeded else EXIT_JOB_FAILED
 
 
@@ -57,5 +59,3 @@ def resolve(files: list[Path], directory: Path | None, resume: bool, overrides: 
     if not (directory / "config.yaml").is_file():
         raise NotFound(f"--dir={directory}: is not a run folder (it has no config.yaml)")
     return load_run([directory / "config.yaml"], overrides)
-
-

@@ -79,9 +79,7 @@ class Generator:
 
     def generate(self, prompt_ids: list[int], request: Request) -> Iterator[Generated]:
         """Yields the completions as they end. Raises InvalidRequest where there is no room for one."""
-        message = Generate(
-            "sample", JOB, 0, tuple(prompt_ids), request.seeds(), request.sampling(), self._version
-        )
+        message = Generate("sample", JOB, 0, tuple(prompt_ids), request.seeds(), request.sampling(), self._version)
         self._sampler.submit(message)
         while self._sampler.has_work():
             for answer in self._sampler.step():

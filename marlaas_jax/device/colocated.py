@@ -179,7 +179,10 @@ class ColocatedDevice:
                 return []
             self._close(message.job)
         spec = AdapterSpec(
-            config.lora.rank, config.lora.alpha, config.lora.targets, config.seed if config.lora.seed is None else config.lora.seed
+            config.lora.rank,
+            config.lora.alpha,
+            config.lora.targets,
+            config.seed if config.lora.seed is None else config.lora.seed,
         )
         try:
             checkpoints = JobCheckpoints(Path(message.job_dir) / "checkpoints", config.checkpoint.keep)
@@ -299,7 +302,9 @@ class ColocatedDevice:
 
     def _save(self, job: _Job) -> None:
         learner = self._learner.state(job.config.name)
-        state = JobState(job.step, learner["arrays"], learner["counters"], job.ledger, self._identity, dataclasses.asdict(job.spec))
+        state = JobState(
+            job.step, learner["arrays"], learner["counters"], job.ledger, self._identity, dataclasses.asdict(job.spec)
+        )
         job.saved_step, job.saved_at_s = job.step, self._clock()
         job.checkpoints.save(state, job.reward)
 

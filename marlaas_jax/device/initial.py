@@ -23,7 +23,9 @@ def read_run_step(source: str) -> JobState:
     folder = run_dir / "jobs" / job / "checkpoints"
     if not folder.is_dir():
         known = sorted(path.parent.name for path in run_dir.glob("jobs/*/checkpoints"))
-        raise NotFound(f"{source!r}: no job {job!r} in {run_dir}; " + (f"it has {', '.join(known)}" if known else "no run is there"))
+        raise NotFound(
+            f"{source!r}: no job {job!r} in {run_dir}; " + (f"it has {', '.join(known)}" if known else "no run is there")
+        )
     checkpoints = JobCheckpoints(folder)
     try:
         if step is not None and int(step) not in checkpoints.steps():

@@ -1,11 +1,11 @@
-"""The life of jobs on a device: resume equals uninterrupted, stale messages are ignored, full disks are told (H07, H36, H38)."""
+"""Jobs on a device: resume equals uninterrupted, stale messages are ignored, full disks are told (H07, H36, H38)."""
 
 import numpy as np
 import pytest
-from tests.device.harness import failures, run_config, steps_done
 
 from marlaas_jax.errors import StorageError
 from marlaas_jax.messages import Checkpointed, FinishJob, JobFailed, JobFinished, JobReady, JobWarning, RemoveJob
+from tests.device.harness import failures, run_config, steps_done
 
 
 def test_resume_equals_uninterrupted_whatever_the_step(make, tmp_path):

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tests.device.harness import failures, run_config, steps_done
 
 from marlaas_jax.messages import JobReady
+from tests.device.harness import failures, run_config, steps_done
 
 
 def zero_factor(snapshot):
@@ -44,7 +44,9 @@ class Previous:
 
 
 @pytest.mark.parametrize(
-    "fault", [zero_factor, half_of_the_keys, base_instead, scaled_twice, Previous()], ids=lambda f: getattr(f, "__name__", "previous")
+    "fault",
+    [zero_factor, half_of_the_keys, base_instead, scaled_twice, Previous()],
+    ids=lambda f: getattr(f, "__name__", "previous"),
 )
 def test_a_fault_in_publishing_stops_its_job_within_one_step(make, fault):
     broken = {"on": False}

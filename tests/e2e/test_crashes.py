@@ -1,0 +1,65 @@
+"""kill -9 at any moment costs time and nothing else: no gap, no repeat, every ticket trained once (design 13.6, H27, H35, H38)."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.e2e import runs
+
+STEPS = 14
+TASKS = ("upper", "double", "calc")
+
+
+def history(run_dir, name):
+    """Returns (steps, tickets) of what was trained, in order."""
+    rows = runs.lines(run_dir / "jobs" / name / "metrics.jsonl")
+    return [row["step"] for row in rows], [ticket for row in rows for ticket, _ in row["tickets"]]
+
+
+def assert_whole(run_dir, result):
+    assert result["exit_code"] == 0 and all(job["state"] == "succeeded" for job in result["jobs"]), result
+    for name in TASKS:
+        steps, tickets = history(run_dir, name)
+        assert steps == list(range(1, STEPS + 1)), name
+        assert sorted(tickets) == list(range(4 * STEPS)), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kill_9_of_the_whole_run_at_five_random_moments(tmp_path):
+    seed = int(os.environ.get("MARLAAS_CHAOS_SEED", random.randrange(1_000_000)))
+    print(f"MARLAAS_CHAOS_SEED={seed}")
+    rng = random.Random(seed)
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    file = runs.write(tmp_path / "jobs.yaml", [runs.job(task, steps=STEPS) for task in TASKS])
+    process = runs.start(file, "--dir", run_dir, log=log)
+    for _ in range(5):
+        seen = runs.steps_so_far(run_dir)
+        wanted = seen + rng.randrange(1, 6)
+        ended = lambda: process.poll() is not None or runs.steps_so_far(run_dir) >= wanted  # noqa: B023
+        runs.wait_for(ended, 300, "more steps")
+        time.sleep(rng.uniform(0, 1.0))
+        workers = runs.workers_of(run_dir)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        runs.wait_for(lambda: not any(w.is_running() and w.status() != "zombie" for w in workers), 20, "orphans to end")  # noqa: B023
+        process = runs.start("--dir", run_dir, "--resume", log=log)
+    assert_whole(run_dir, runs.finish(process, log, 300))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("module", ["env_worker", "device_process"])
+def test_kill_9_of_a_worker_delays_the_run_and_nothing_more(tmp_path, module):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    file = runs.write(tmp_path / "jobs.yaml", [runs.job(task, steps=STEPS) for task in TASKS])
+    process = runs.start(file, "--dir", run_dir, log=log)
+    for step in (2, 12):
+        runs.wait_for(lambda: runs.steps_so_far(run_dir) >= step, 300, "steps")  # noqa: B023
+        victims = runs.workers_of(run_dir, f"marlaas_jax.workers.{module}")
+        assert victims
+        victims[0].kill()
+    assert_whole(run_dir, runs.finish(process, log, 300))

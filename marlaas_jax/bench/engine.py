@@ -350,18 +350,21 @@ def run(
     }
     shape = "tiny" if quick else model
     repeats = 2 if quick else 7
-    log(f"decoding, {shape}")
-    lines = [adapter_line(shape, 32, 1, "<= 1.7" if shape == "tiny" else "<= 1.2", repeats, peaks)]
-    lines.append(bank_size_line(shape, 32, repeats, peaks))
+    lines: list[Line] = []
+
+    def add(*new: Line) -> None:
+        lines.extend(new)
+        for line in new:
+            log(f"{line.name}: {line.value} (wanted {line.wanted})")
+
+    add(adapter_line(shape, 32, 1, "<= 1.7" if shape == "tiny" else "<= 1.2", repeats, peaks))
+    add(bank_size_line(shape, 32, repeats, peaks))
     if not quick:
-        log("decoding, tiny")
-        lines.append(adapter_line("tiny", 32, 1, "<= 1.7", 2 * repeats, peaks))
-        lines.append(adapter_line("tiny", 128, 4, "<= 1.4", 2 * repeats, peaks))
-    log(f"prefill, {shape}")
-    lines.append(group_line(shape, 8, ">= 4.5", repeats))
+        add(adapter_line("tiny", 32, 1, "<= 1.7", 2 * repeats, peaks))
+        add(adapter_line("tiny", 128, 4, "<= 1.4", 2 * repeats, peaks))
+    add(group_line(shape, 8, ">= 4.5", repeats))
     if not quick:
-        log(f"generation, {shape}")
-        lines += generation_lines(shape, reference_python or sys.executable, 5, log)
+        add(*generation_lines(shape, reference_python or sys.executable, 5, log))
     report = {
         "machine": timing.machine() | {"pinned_to_cores": cores if pinned else None},
         "peaks": peaks,

@@ -23,9 +23,20 @@ from marlaas_jax.lora import peft_format, receipt
 from marlaas_jax.lora.adapter import AdapterSpec
 from marlaas_jax.lora.snapshot import Snapshot
 from marlaas_jax.messages import (
-    AddJob, CancelGenerate, Checkpointed, FinishJob, Generate, JobFailed, JobFinished, JobReady, JobWarning, Message, RemoveJob,
-    StepDone, TrainBatch,
-)  # fmt: skip
+    AddJob,
+    CancelGenerate,
+    Checkpointed,
+    FinishJob,
+    Generate,
+    JobFailed,
+    JobFinished,
+    JobReady,
+    JobWarning,
+    Message,
+    RemoveJob,
+    StepDone,
+    TrainBatch,
+)
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.model.identity import require_same
 

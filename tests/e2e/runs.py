@@ -53,15 +53,19 @@ def finish(process: subprocess.Popen, log: Path, timeout_s: float) -> dict[str, 
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    lines = log.read_text(errors="replace").splitlines()
-    results = [json.loads(line) for line in lines if line.startswith('{"type": "result"')]
-    assert results, f"exit code {code}:\n" + "\n".join(lines[-20:])
+    results = [record for record in printed(log) if record["type"] == "result"]
+    assert results, f"exit code {code}:\n" + log.read_text(errors="replace")[-4000:]
     return results[-1] | {"exit_code": code}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """Returns the records of a log."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def printed(log: Path) -> list[dict[str, Any]]:
+    """Returns the records that a run with --json printed; warnings between them are left out."""
+    return [json.loads(line) for line in log.read_text(errors="replace").splitlines() if line.startswith("{")]
 
 
 def episodes(run_dir: Path, name: str, split: str = "train") -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""kill -9 at any moment costs time and nothing else: no gap, no repeat, every ticket trained once (design 13.6, H27, H35, H38)."""
+"""kill -9 costs time and nothing else: no gap, no repeat, every ticket trained once (design 13.6, H27, H35, H38)."""
 
 import os
 import random

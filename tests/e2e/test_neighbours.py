@@ -1,4 +1,4 @@
-"""What one job's reward function does is that job's affair; the others compute what they would alone (H24, H27, H28; design 13.9, 13.11)."""
+"""A broken reward is its own job's affair; the others compute what they would alone (H24, H27, H28; design 13.9, 13.11)."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_five_broken_rewards_beside_a_healthy_job(tmp_path):
     file_size = sum(path.stat().st_size for path in crowd_dir.rglob("*.log"))
     assert file_size < 40e6, "what a reward prints is bounded"
 
-    crowd_result = runs.lines(tmp_path / "crowd.log")[-1]
+    crowd_result = runs.printed(tmp_path / "crowd.log")[-1]
     ended = {entry["name"]: entry for entry in crowd_result["jobs"]}
     assert crowd_result["type"] == "result"
     for name, text in {"raises": "this reward is broken", "nan": "nan", "hangs": "timeout", "exits": "exit"}.items():

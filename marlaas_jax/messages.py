@@ -20,7 +20,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Hello(Message, frozen=True):
-    """First message of a worker. `role`: "device" (sampler and learner), "environment" or "data"; `worker_id` is new on every start."""
+    """First message of a worker. `role`: "device" (sampler and learner), "environment" or "data"; `worker_id` is new every time."""
 
     role: str
     worker_id: str

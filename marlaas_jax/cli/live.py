@@ -174,8 +174,8 @@ def summary(result: RunResult) -> Table:
     for heading in ("state", "steps", "reward first", "last 3", "change", "held-out before", "after", "trained tokens"):
         out.add_column(heading, justify="left" if heading == "state" else "right")
     for job in result.jobs:
-        known = job.reward_first is not None and job.reward_last3 is not None
-        change = f"{job.reward_last3 - job.reward_first:+.2f}" if known else "-"
+        first, last = job.reward_first, job.reward_last3
+        change = "-" if first is None or last is None else f"{last - first:+.2f}"
         out.add_row(
             job.name,
             Text(job.state, style=STATE_STYLES.get(job.state, "")),

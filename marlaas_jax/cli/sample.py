@@ -72,7 +72,7 @@ class Generator:
         )
         self._sampler = Sampler(self.config, params, settings, self.tokenizer, time.monotonic)
         self._version = BASE_MODEL
-        if spec is not None:
+        if spec is not None and weights is not None:
             mark = fingerprint(weights, spec.scale)
             self._sampler.publish(Snapshot(JOB, 0, 0, weights, spec.scale, mark))
             self._version = LATEST

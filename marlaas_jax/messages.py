@@ -20,7 +20,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class Hello(Message, frozen=True):
-    """First message of a worker. `role`: "device" (sampler and learner), "environment" or "data"; `worker_id` is new every time."""
+    """First message of a worker, whose `worker_id` is new on every start.
+
+    role: "device" (sampler and learner), "environment" or "data".
+    """
 
     role: str
     worker_id: str

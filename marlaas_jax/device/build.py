@@ -12,7 +12,6 @@ from marlaas_jax.config import RunConfig
 from marlaas_jax.device.colocated import ColocatedDevice
 from marlaas_jax.engine.engine import EngineSettings
 from marlaas_jax.engine.sampler import Sampler
-from marlaas_jax.errors import InvalidConfig
 from marlaas_jax.learner.learner import Learner
 from marlaas_jax.model import load, source
 from marlaas_jax.model.identity import identity
@@ -68,10 +67,6 @@ def build(run: RunConfig, progress: Callable[[int, int], None] = lambda done, to
     folder = source.resolve(runtime.model)
     dtype = resolve_dtype(runtime.dtype)
     model, params = load.load(folder, dtype, is_unrolled(runtime.layers))
-    if runtime.engine.max_context > model.max_position:
-        raise InvalidConfig(
-            f"runtime.engine.max_context={runtime.engine.max_context}: {runtime.model} allows at most {model.max_position}"
-        )
     tokenizer = Tokenizer.load(folder, runtime.chat_template)
     template = None if runtime.chat_template is None else Path(runtime.chat_template).read_text()
     sampler = Sampler(model, params, engine_settings(run, dtype), tokenizer, time.monotonic)

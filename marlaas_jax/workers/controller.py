@@ -42,7 +42,7 @@ from marlaas_jax.messages import (
     TrainBatch,
     WorkerFailed,
 )
-from marlaas_jax.model import source
+from marlaas_jax.model import checkpoint, hf_config, source
 from marlaas_jax.rollout.commands import (
     BatchSent,
     Command,
@@ -135,8 +135,9 @@ class Controller:
         """Starts the processes, serves until every job has ended, stops them."""
         tasks: list[asyncio.Task] = []
         try:
+            tokenizer = await asyncio.to_thread(self._load_tokenizer)  # what is refused leaves no folder behind
             self._open_folder()
-            self._renderer = Renderer(await asyncio.to_thread(self._load_tokenizer), self._on_rendered)
+            self._renderer = Renderer(tokenizer, self._on_rendered)
             async with Server("ipc") as self._server:
                 self._processes = Processes(self._server, self.config, self.run_dir, self._device_module)
                 try:
@@ -172,8 +173,16 @@ class Controller:
         self._event("run_resumed" if self._resume else "run_started", jobs=list(self.jobs))
 
     def _load_tokenizer(self) -> Tokenizer:
+        """Returns the model's tokenizer, once its configuration and the headers of its weights are known to be usable."""
         runtime = self.config.runtime
-        return Tokenizer.load(source.resolve(runtime.model), runtime.chat_template)
+        folder = source.resolve(runtime.model)
+        model = hf_config.read(folder)
+        checkpoint.match(checkpoint.open_checkpoint(folder), model)
+        if runtime.engine.max_context > model.max_position:
+            raise InvalidConfig(
+                f"runtime.engine.max_context={runtime.engine.max_context}: {runtime.model} allows at most {model.max_position}"
+            )
+        return Tokenizer.load(folder, runtime.chat_template)
 
     def _start(self) -> None:
         live = [job for job in self.jobs.values() if not job.is_over]

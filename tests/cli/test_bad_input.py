@@ -1,0 +1,128 @@
+"""What the caller can mend: one sentence on standard error that names field, value and what is allowed, exit code 2."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from marlaas_jax.cli.main import app
+from marlaas_jax.model import source
+
+GOOD = {"name": "upper", "env": "tiny:upper", "steps": 1}
+
+
+def write(path, document):
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def refuse(*arguments):
+    """Returns the sentence with which a command was refused."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"stepps": 3}, ["jobs.0.stepps", "unknown key", "steps"]),
+        ({"lora": {"rnk": 3}}, ["jobs.0.lora.rnk", "rank"]),
+        ({"lora": {"rank": 9}}, ["jobs.0.lora.rank=9", "runtime.bank.max_rank=8"]),
+        ({"lora": {"targets": ["q", "z"]}}, ["jobs.0.lora.targets.1='z'", "'gate'"]),
+        ({"lora": {"targets": []}}, ["targets=[]", "at least one"]),
+        ({"steps": 0}, ["jobs.0.steps=0", "greater than or equal to 1"]),
+        ({"steps": "many"}, ["jobs.0.steps='many'", "integer"]),
+        ({"sampling": {"max_tokens": 256}}, ["max_tokens=256", "runtime.engine.max_context=256"]),
+        ({"sampling": {"temperature": -1}}, ["temperature=-1", "greater than or equal to 0"]),
+        ({"name": "../up"}, ["jobs.0.name='../up'", "pattern"]),
+        ({"env": None}, ["jobs.0.env=None", "string"]),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+)
+def test_a_wrong_job_file_is_refused_before_anything_starts(tmp_path, change, words):
+    file = write(tmp_path / "job.yaml", GOOD | change)
+    sentence = refuse("run", file, "--dir", tmp_path / "run")
+    assert all(word in sentence for word in words), sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_that_are_missing_or_no_yaml(tmp_path):
+    assert "nowhere.yaml" in refuse("run", tmp_path / "nowhere.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1\n")
+    assert "bad.yaml" in refuse("run", tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    assert "mapping" in refuse("run", tmp_path / "list.yaml")
+    assert "at least one job file" in refuse("run")
+
+
+def test_two_jobs_of_one_name_and_runtimes_that_differ(tmp_path):
+    file = write(tmp_path / "job.yaml", GOOD)
+    assert "name='upper'" in refuse("run", file, file)
+    a = write(tmp_path / "a.yaml", {"runtime": {"model": "tiny"}, "jobs": [GOOD]})
+    b = write(tmp_path / "b.yaml", {"runtime": {"model": "smollm2-135m"}, "jobs": [GOOD | {"name": "b"}]})
+    assert "b.yaml" in refuse("run", a, b)
+
+
+def test_overrides_and_resume_that_name_nothing(tmp_path):
+    file = write(tmp_path / "job.yaml", GOOD)
+    assert "KEY=VALUE" in refuse("run", file, "--set", "steps")
+    assert "'lower'" in refuse("run", file, "--set", "jobs.lower.steps=3")
+    assert "--dir" in refuse("run", "--resume")
+    assert "config.yaml" in refuse("run", "--resume", "--dir", tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    assert "--resume" in refuse("run", file, "--dir", tmp_path / "full")
+
+
+def model_folder(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(source.resolve("tiny"), folder)
+    return folder
+
+
+def run_with_model(tmp_path, folder, **runtime):
+    document = {"runtime": {"model": str(folder)} | runtime, "jobs": [GOOD]}
+    return refuse("run", write(tmp_path / "job.yaml", document), "--dir", tmp_path / "run")
+
+
+def test_a_model_of_an_unsupported_architecture(tmp_path):
+    folder = model_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    sentence = run_with_model(tmp_path, folder)
+    assert "mamba" in sentence.lower() and "llama" in sentence.lower()
+
+
+def test_a_truncated_safetensors_file(tmp_path):
+    folder = model_folder(tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert str(path) in run_with_model(tmp_path, folder)
+
+
+def test_a_model_that_is_not_there_and_a_context_beyond_it(tmp_path):
+    assert "nowhere" in run_with_model(tmp_path, tmp_path / "nowhere")
+    sentence = run_with_model(tmp_path, "tiny", engine={"max_context": 100_000})
+    assert "max_context=100000" in sentence
+
+
+def test_a_run_folder_that_cannot_be_written(tmp_path):
+    file = write(tmp_path / "job.yaml", GOOD | {"sampling": {"max_tokens": 8}})
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in refuse("run", file, "--dir", tmp_path / "file" / "run")
+
+
+def test_exports_and_adapters_that_are_not_there(tmp_path):
+    assert "not a run folder" in refuse("export", tmp_path / "run" / "job", "--out", tmp_path / "out")
+    assert "exists already" in refuse("export", tmp_path / "run" / "job", "--out", tmp_path)
+    assert "nowhere" in refuse("sample", "abc", "--model", "tiny", "--adapter", "nowhere/job")
+
+
+def test_a_prompt_longer_than_the_model_allows():
+    sentence = refuse("sample", "upper " + "a" * 2000, "--model", "tiny", "--max-tokens", "8")
+    assert "2007 tokens" in sentence, sentence

@@ -100,8 +100,8 @@ def _packages() -> Iterator[Finding]:
             yield Finding("versions", requirement.name, "ok", version)
     for extra, needed in sorted(extras.items()):
         absent = [r.name for r in needed if _installed(r.name) is None]
-        if extra in ("tpu", "cuda", "dev"):
-            continue  # of these, the devices below tell the truth; developers use requirements-dev.lock
+        if extra in ("tpu", "cuda", "test", "dev"):
+            continue  # of the first two the devices below tell the truth; the others are not for users
         text = f"not installed ({', '.join(absent)}): pip install '{DISTRIBUTION}[{extra}]'" if absent else "installed"
         yield Finding("extras", extra, "warning" if absent else "ok", text)
 

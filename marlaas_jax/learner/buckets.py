@@ -57,8 +57,10 @@ def bucket_pairs(max_context: int, prompts: Sequence[int], suffixes: Sequence[in
     """
     if not prompts and not suffixes:
         quarter, short = max(max_context // 4, 8), max(max_context // 16, 8)
-        rest = max(max_context - quarter, short)
-        return [(quarter, short), (quarter, quarter), (quarter, max_context), (max_context, quarter), (max_context, rest)]
+        # Every prompt and suffix that fit the context together fit one of these; measured on 45-token prompts in a context of
+        # 128, padding them to 128 instead of 48 made a job's batches cost four times as much.
+        usual, most = max(3 * max_context // 8, 8), max(3 * max_context // 4, 8)
+        return [(usual, short), (usual, quarter), (quarter, max_context), (most, quarter), (max_context, most)]
     prompts = sorted(set(prompts)) or [max(max_context // 4, 8), max_context]
     suffixes = sorted(set(suffixes)) or [max(max_context // 8, 8), max_context]
     smaller = lambda values, value: max((v for v in values if v < value), default=0)
@@ -86,7 +88,7 @@ def plan(
     rows = min(section.block_rows, max(group_sizes, default=section.block_rows))
     shapes = []
     for prompt, suffix in bucket_pairs(max_context, section.prompt_buckets, section.suffix_buckets):
-        fitting = max((max(tokens, 2 * max_context) - prompt) // suffix, 1)
+        fitting = max((2 * max(tokens, max_context) - prompt) // suffix, 1)
         together = -(-rows // -(-rows // fitting))  # a group that must be split is split evenly
         shapes.append(BlockShape(prompt, suffix, together, max(tokens // (prompt + together * suffix), 1)))
     if len(shapes) > MAX_SHAPES:

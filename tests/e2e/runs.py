@@ -14,8 +14,9 @@ import yaml
 
 RUNTIME = {
     "model": "tiny",
-    "engine": {"num_decode_slots": 16, "max_context": 64, "context_buckets": [64], "prefill_buckets": [32]},
-    "learner": {"prompt_buckets": [16, 64], "suffix_buckets": [16, 64]},
+    # few buckets: what these tests wait for is mostly the compiler
+    "engine": {"num_decode_slots": 16, "max_context": 64, "context_buckets": [64], "prefill_buckets": [64]},
+    "learner": {"prompt_buckets": [32], "suffix_buckets": [32]},
 }
 
 

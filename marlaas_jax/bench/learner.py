@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 from rich.table import Table
 
@@ -166,7 +167,7 @@ def shared_prefix_line(name: str, repeats: int) -> Line:
     return Line(f"{name}: prompt in every row / once per group of 8", value.cpu, str(value), "", detail)
 
 
-def plain_step(model: ModelConfig, prompt: int) -> Callable[..., Any]:
+def plain_step(model: ModelConfig, prompt: int) -> Any:
     """Returns the plain form of a training step: whole rows, full logits, nothing recomputed; gradients of one adapter."""
 
     def loss(weights, params, tokens_BT, old_BT, advantage_B):
@@ -312,7 +313,7 @@ def cache_line(name: str) -> Line:
     try:
         for key, value in zip(keys, (folder, 0.0, -1), strict=True):
             jax.config.update(key, value)
-        jax.experimental.compilation_cache.compilation_cache.reset_cache()
+        compilation_cache.reset_cache()
         for _ in range(4):  # the first fills the cache
             jax.clear_caches()
             start = time.process_time()
@@ -322,7 +323,7 @@ def cache_line(name: str) -> Line:
     finally:
         for key, value in before.items():
             jax.config.update(key, value)
-        jax.experimental.compilation_cache.compilation_cache.reset_cache()
+        compilation_cache.reset_cache()
         shutil.rmtree(folder)
     warm = statistics.median(seconds[1:])
     value = seconds[0] / warm

@@ -16,6 +16,7 @@ micro-batch's shape. Adapter weights are arguments of every program, never close
     U adapter of an update             M, P, G as in the package legend   largest
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -44,23 +45,26 @@ def _positions(shape: BlockShape, prompt_length_M: jax.Array) -> jax.Array:
     return jnp.concatenate([prompt, suffix], axis=1)
 
 
-def _layer_fn(config: ModelConfig, shape: BlockShape, prompt_length_M: jax.Array, scale_M: jax.Array):
-    """Returns run(x [M, P + G * T, D], layer, factors of the blocks' adapters) -> x after one layer."""
+@functools.partial(jax.jit, static_argnames=("config", "shape"))
+def _layer(
+    config: ModelConfig,
+    shape: BlockShape,
+    prompt_length_M: jax.Array,
+    scale_M: jax.Array,
+    x: jax.Array,
+    layer: Tree,
+    factors: Tree,
+) -> jax.Array:
+    """Returns x [M, P + G * T, D] after one layer with the blocks' adapters. Jitted so that all programs share its trace."""
     cos, sin = rope.angles(config, _positions(shape, prompt_length_M))
     attend = shared_prefix(shape.prompt, prompt_length_M, shape.rows, config.sliding_window)
-
-    def run(x, layer, factors):
-        # The scale is folded into `up` as the sampler folds it; masters are rounded to the dtype that the sampler reads.
-        side = {}
-        for target, both in factors.items():
-            up = both["up"].astype(x.dtype)
-            side[target] = {
-                "down": both["down"].astype(x.dtype),
-                "up": (up.astype(jnp.float32) * scale_M[:, None, None]).astype(x.dtype),
-            }
-        return transformer.block(config, x, layer, side, None, cos, sin, attend, block_project)[0]
-
-    return run
+    # The scale is folded into `up` as the sampler folds it; masters are rounded to the dtype that the sampler reads.
+    side = {}
+    for target, both in factors.items():
+        up = both["up"].astype(x.dtype)
+        up = (up.astype(jnp.float32) * scale_M[:, None, None]).astype(x.dtype)
+        side[target] = {"down": both["down"].astype(x.dtype), "up": up}
+    return transformer.block(config, x, layer, side, None, cos, sin, attend, block_project)[0]
 
 
 def _gather(bank: Bank, adapter_slot_M: jax.Array, layer: jax.Array) -> Tree:
@@ -88,7 +92,7 @@ def forward(
     x_ND: jax.Array,
 ) -> tuple[jax.Array, Tree]:
     """Returns (activations [N, D] after these layers, each layer's input). `layers` is a tuple of k layers, or all, stacked."""
-    run = _layer_fn(config, shape, prompt_length_M, bank.scale_A[adapter_slot_M])
+    run = functools.partial(_layer, config, shape, prompt_length_M, bank.scale_A[adapter_slot_M])
     x = _to_blocks(shape, x_ND)
     if isinstance(layers, dict):
         num_layers = len(layers["attn_norm_D"])
@@ -120,7 +124,7 @@ def backward(
     gradients: Tree,
 ) -> tuple[jax.Array, Tree]:
     """Returns (gradient [N, D] at these layers' input, accumulators [A, L, R, D] with the blocks' gradients added)."""
-    run = _layer_fn(config, shape, prompt_length_M, bank.scale_A[adapter_slot_M])
+    run = functools.partial(_layer, config, shape, prompt_length_M, bank.scale_A[adapter_slot_M])
     dx = _to_blocks(shape, dx_ND)
 
     def one(dx, layer, x, index):

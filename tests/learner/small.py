@@ -18,7 +18,7 @@ from marlaas_jax.model.attention import causal
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.rl.packing import BlockShape
 
-MODEL = ModelConfig("llama", 3, 16, 4, 2, 4, 24, 32, 1e4, 1e-5, 64, True)
+MODEL = ModelConfig("llama", 2, 16, 4, 2, 4, 24, 32, 1e4, 1e-5, 64, True)
 MAX_RANK = 4
 SHAPES = (BlockShape(6, 4, 4, 2), BlockShape(6, 9, 2, 2))
 SIZES = LearnerSizes(

@@ -269,7 +269,7 @@ def test_stale_and_repeated_batches_change_nothing():
 
 @pytest.mark.parametrize("at", [1, 3, 9, 14])
 def test_a_slot_is_wiped_when_it_changes_hands_even_within_a_micro_batch_h02(at, alone):
-    learner = small.make_learner(sizes=dataclasses.replace(small.SIZES, max_dispatch_s=1e-12), num_slots=3)
+    learner = small.make_learner(sizes=dataclasses.replace(small.SIZES, max_dispatch_s=1e-12))
     open_job(learner, "a")
     open_job(learner, "b")
     learner.submit(batch_of("b"))
@@ -317,8 +317,8 @@ def test_resumed_equals_uninterrupted_number_for_number_h38(stop):
         small.run(first, batch_of("c", step))
     saved = first.state("c")
     for _ in range(2):  # twice from the same checkpoint: the same result
-        second = small.make_learner(num_slots=6)
-        open_job(second, "a")  # another slot, another bank
+        second = small.make_learner()
+        open_job(second, "a")  # the job comes back in another slot
         open_job(second, "c", state=saved)
         same(second.state("c"), saved, tolerance=0)
         for step in range(stop, 3):

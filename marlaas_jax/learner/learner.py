@@ -455,6 +455,11 @@ class Learner:
             nowhere = np.full((self.sizes.num_rows, self.sizes.num_suffix), self.sizes.capacity, np.int32)
             layout = dataclasses.replace(layout, index_BT=nowhere)
             chain = self._executor.train_chain(layout, slots, rows.loss_rows(layout, [], *nowhere.shape))
+        # One group of layers stands for all: the first forward and, for its input, the last backward.
+        forwards = [call for call in chain.calls if call[0].kind == "forward"]
+        backwards = [call for call in chain.calls if call[0].kind == "backward"]
+        left_out = [*forwards[1:], *backwards[:-1]]
+        chain.calls = deque(call for call in chain.calls if call not in left_out)
         while chain.calls:
             start = self._clock()
             unit, out = chain.run()

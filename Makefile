@@ -33,7 +33,7 @@ test: $(VENV)/.installed  ## The fast tests
 	@$(PYTEST)
 
 test-slow: $(VENV)/.installed-test  ## The slow tests: live references (torch, transformers, peft), crashes, learning, notebooks
-	@$(PYTEST) -m slow
+	@$(PYTEST) -m slow --timeout 600 -o faulthandler_timeout=590
 
 lint: $(VENV)/.installed-lint  ## ruff, pyright and the import layers
 	@$(VENV)/bin/ruff format --check .

@@ -49,7 +49,7 @@ def table(status: RunStatus) -> Table:
             number(job.reward_first),
             number(job.live_share),
             number(job.staleness),
-            number(job.tokens_per_s, 0),
+            number(job.tokens_per_s, 1),
             f"{100 * job.device_share:.0f}%",
             f"{job.episodes.get('done', 0)}+{job.episodes.get('running', 0)}",
             job.reason or job.waits_for,
@@ -125,7 +125,7 @@ class PlainView:
         stale, live = number(job.staleness), number(job.live_share)
         return (
             f"{job.name}: step {job.step}/{job.steps} reward {number(job.reward)} (first {number(job.reward_first)}) "
-            f"live {live} staleness {stale} {job.tokens_per_s:.0f} tok/s"
+            f"live {live} staleness {stale} {job.tokens_per_s:.1f} tok/s"
         )
 
     def _print(self, text: str) -> None:

@@ -21,7 +21,7 @@ LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 class Section(pydantic.BaseModel):
     """Strict base of every section: unknown keys are errors, values are frozen."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LoraConfig(Section):
@@ -30,7 +30,7 @@ class LoraConfig(Section):
     rank: Annotated[int, Field(ge=1, le=256)] = 8
     alpha: Annotated[float, Field(gt=0)] = 16.0  # the update is scaled by alpha / rank
     targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = LORA_TARGETS
-    seed: int | None = None  # of the random down factors; None: the job's seed
+    seed: Annotated[int, Field(ge=0)] | None = None  # of the random down factors; None: the job's seed
     init_from: str | None = None  # a PEFT folder, or "RUN_DIR/JOB[@STEP]" of another run
 
     @pydantic.field_validator("targets")
@@ -49,8 +49,8 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_tokens: Annotated[int, Field(ge=1)] = 64  # per turn
-    stop: tuple[str, ...] = ()  # stop strings, matched on text
-    stop_token_ids: tuple[int, ...] = ()  # besides all end ids of the model
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # stop strings, matched on text
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()  # besides all end ids of the model
 
 
 class AlgorithmConfig(Section):
@@ -133,7 +133,7 @@ class JobConfig(Section):
     env_args: dict[str, Any] = {}
     data: DataConfig | None = None
     steps: Annotated[int, Field(ge=1)] = 20  # optimizer batches to train
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     weight: Annotated[float, Field(gt=0)] = 1.0  # share of the stages, against the other jobs
     lora: LoraConfig = LoraConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -222,7 +222,7 @@ def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
         if jobs is None:
             jobs = [document]
         elif document:
-            raise InvalidConfig(f"{path}: unknown key {sorted(document)[0]!r} beside `jobs`; allowed: runtime, jobs")
+            raise InvalidConfig(f"{path}: unknown key {sorted(map(str, document))[0]!r} beside `jobs`; allowed: runtime, jobs")
         if not isinstance(jobs, list):
             raise InvalidConfig(f"{path}: jobs={jobs!r} must be a list of jobs")
         for job in jobs:
@@ -231,6 +231,10 @@ def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
         merged["jobs"] += jobs
         if isinstance(runtime, dict) and isinstance(runtime.get("chat_template"), str):
             runtime["chat_template"] = str((path.parent / runtime["chat_template"]).resolve())
+        if isinstance(runtime, dict) and isinstance(runtime.get("model"), str):
+            local = path.parent / runtime["model"]
+            if local.exists() and ("/" in runtime["model"] or runtime["model"].endswith(".gguf")):
+                runtime["model"] = str(local.resolve())
         if runtime is not None:
             if merged.get("runtime", runtime) != runtime:
                 raise InvalidConfig(f"{path}: its `runtime` differs from that of an earlier file; all jobs of a run share one")
@@ -291,7 +295,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _resolve_paths(job: dict[str, Any], base: Path) -> None:
-    """Makes a reward file's path relative to its job file, so that a run does not depend on the working directory."""
+    """Makes the paths of a job relative to its file, so that a run does not depend on the working directory."""
     env = job.get("env")
     if isinstance(env, str) and (match := re.fullmatch(r"(.+\.py):(\w+)", env)):
         job["env"] = f"{(base / match[1]).resolve()}:{match[2]}"
@@ -300,26 +304,40 @@ def _resolve_paths(job: dict[str, Any], base: Path) -> None:
         for key in ("source", "eval_source"):
             if isinstance(data.get(key), str) and (match := re.fullmatch(r"(jsonl|json|parquet):(.+)", data[key])):
                 data[key] = f"{match[1]}:{(base / match[2]).resolve()}"
+    lora = job.get("lora")
+    if isinstance(lora, dict) and isinstance(lora.get("init_from"), str):
+        lora["init_from"] = str((base / lora["init_from"]).absolute())
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
+    """Sets one key in place: `runtime.A.B=VALUE`, `jobs.NAME.A=VALUE` or `jobs.*.A=VALUE`."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise InvalidConfig(f"--set {override!r}: must read KEY=VALUE, as in runtime.engine.num_decode_slots=64")
-    value = yaml.safe_load(text)
-    targets = [document]
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise InvalidConfig(f"--set {override!r}: {text!r} is not readable as YAML") from None
+    head, _, rest = key.partition(".")
+    if head not in ("runtime", "jobs") or not rest:
+        raise InvalidConfig(f"--set {override!r}: the key must start with `runtime.`, `jobs.*.` or `jobs.NAME.`")
+    targets: list[Any] = [document]
     parts = key.split(".")
-    for i, part in enumerate(parts[:-1]):
-        if part == "jobs" and i == 0:
-            targets = [job for job in document["jobs"] if isinstance(job, dict)]
-            continue
-        if parts[0] == "jobs" and i == 1 and part != "*":
-            if not any(job.get("name") == part for job in targets):
-                raise InvalidConfig(f"--set {override!r}: no job is named {part!r}; `jobs.*.` sets all")
-            targets = [job for job in targets if job.get("name") == part]
-            continue
-        if parts[0] == "jobs" and i == 1:
-            continue
-        targets = [target.setdefault(part, {}) for target in targets]
+    if head == "jobs":
+        jobs = [job for job in document["jobs"] if isinstance(job, dict)]
+        if rest.startswith("*."):
+            targets, parts = jobs, rest[2:].split(".")
+        else:  # names may hold dots: the longest that fits is meant
+            named = [job for job in jobs if rest.startswith(f"{job.get('name')}.")]
+            if not named:
+                raise InvalidConfig(f"--set {override!r}: no job is named {rest.split('.')[0]!r}; `jobs.*.` sets all")
+            targets = [max(named, key=lambda job: len(job["name"]))]
+            parts = rest[len(targets[0]["name"]) + 1 :].split(".")
     for target in targets:
+        for part in parts[:-1]:
+            if target.get(part) is None:
+                target[part] = {}
+            target = target[part]
+            if not isinstance(target, dict):
+                raise InvalidConfig(f"--set {override!r}: {part!r} holds {target!r}, which has no keys")
         target[parts[-1]] = value

@@ -91,16 +91,23 @@ class JobCheckpoints:
             raise StorageError(f"{self.directory / str(step)}: the checkpoint was not committed")
         return step
 
-    def restore(self, step: int | None = None) -> JobState | None:
-        """Returns the state after `step` batches; None asks for the newest that can be read. None if there is none."""
+    def restore(self, step: int | None = None, *, repair: bool = False) -> JobState | None:
+        """Returns the state after `step` batches; None asks for the newest that can be read. None when there is none.
+
+        `repair` removes newer steps that cannot be read, so that they can be written again: for the job's owner only.
+        """
         candidates = self.steps()[::-1] if step is None else [step]
         for i, candidate in enumerate(candidates):
             try:
-                return self._read(candidate)
+                state = self._read(candidate)
             except CorruptFile as error:
                 if step is not None or i + 1 == len(candidates):
                     raise
                 _log.warning("checkpoint unreadable, using the one before step=%d error=%s", candidate, error)
+                continue
+            for unreadable in candidates[:i] if repair else ():
+                self._manager.delete(unreadable)
+            return state
         return None
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ def sample(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     min_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Fresh randomness when not given.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Fresh randomness when not given.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Render the prompt with the chat template.")] = False,
     json: Json = False,
 ) -> None:

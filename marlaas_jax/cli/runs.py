@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from marlaas_jax.config import RunConfig, load_run
+from marlaas_jax.device import initial
 from marlaas_jax.errors import NotFound
 
 
@@ -24,8 +25,7 @@ class RunSource:
 
 def split_source(source: str) -> RunSource:
     """Returns what `source` names. Raises NotFound with one sentence."""
-    path = Path(source.split("@")[0])
-    run_dir, job = path.parent, path.name
+    run_dir, job, _ = initial.split_source(source)
     if not (run_dir / "config.yaml").is_file():
         raise NotFound(f"{source!r}: {run_dir} is not a run folder (it has no config.yaml)")
     config = load_run([run_dir / "config.yaml"])

@@ -136,7 +136,7 @@ class ColocatedDevice:
                 job.checkpoints.wait()
                 if job.saved_step != job.step:
                     self._save(job)
-            except StorageError as error:
+            except MarlaasError as error:  # between two minibatches only the last whole batch counts, and it is not at hand
                 out.append(JobWarning(name, job.incarnation, str(error)))
             out += self._close(name)
         return out
@@ -202,9 +202,10 @@ class ColocatedDevice:
         job = _Job(config, message.incarnation, spec, checkpoints, {}, saved_at_s=self._clock())
         self._jobs[message.job] = job
         try:
-            state = checkpoints.restore() if message.resume else None
+            state = checkpoints.restore(repair=True) if message.resume else None
             if state is not None:
                 require_same(self._identity, state.identity, "this run's", f"the one of {checkpoints.directory}")
+                initial.require_same_adapter(spec, initial.spec_of(state), f"the checkpoints in {checkpoints.directory}")
                 job.step = job.saved_step = state.step
                 job.ledger = state.ledger
                 weights = {"arrays": state.arrays, "counters": state.counters}
@@ -251,8 +252,13 @@ class ColocatedDevice:
 
     def _finish(self, job: _Job, message: FinishJob) -> list[Message]:
         out: list[Message] = []
-        if (step := job.checkpoints.wait()) is not None:
-            out.append(Checkpointed(message.job, job.incarnation, step))
+        try:
+            if (step := job.checkpoints.wait()) is not None:
+                out.append(Checkpointed(message.job, job.incarnation, step))
+        except StorageError as error:  # it is tried once more below
+            out += self._save_failed(job, error)
+            if self._jobs.get(message.job) is not job:
+                return out
         if job.saved_step != job.step or not job.checkpoints.steps():
             self._save(job)
             job.checkpoints.wait()
@@ -301,6 +307,8 @@ class ColocatedDevice:
 
     def _save_if_due(self, job: _Job) -> list[Message]:
         out = self._poll_save(job)
+        if self._jobs.get(job.config.name) is not job:
+            return out
         due = job.config.checkpoint
         late = self._clock() - job.saved_at_s >= due.every_s
         if job.checkpoints.busy or not (job.step - job.saved_step >= due.every_steps or late):
@@ -334,6 +342,7 @@ class ColocatedDevice:
 
     def _save_failed(self, job: _Job, error: StorageError) -> list[Message]:
         job.failed_saves += 1
+        job.saved_step = max(job.checkpoints.steps(), default=0)
         if job.failed_saves >= MAX_FAILED_SAVES:
             return self._fail(job, error)
         return [JobWarning(job.config.name, job.incarnation, str(error))]

@@ -14,12 +14,17 @@ from marlaas_jax.model.disk import read_json
 from marlaas_jax.model.identity import require_same
 
 
+def split_source(source: str) -> tuple[Path, str, int | None]:
+    """Returns (run folder, job, step or None) of "RUN_DIR/JOB" or "RUN_DIR/JOB@STEP"."""
+    match = re.fullmatch(r"(.*)/([^/@]+)(?:@(\d+))?", source.rstrip("/"))
+    if match is None:
+        raise InvalidConfig(f"{source!r}: must be a PEFT folder, or read RUN_DIR/JOB or RUN_DIR/JOB@STEP")
+    return Path(match[1] or "/"), match[2], None if match[3] is None else int(match[3])
+
+
 def read_run_step(source: str) -> JobState:
     """Returns the committed state that "RUN_DIR/JOB" (newest step) or "RUN_DIR/JOB@STEP" names."""
-    match = re.fullmatch(r"(.+?)/?([^/@]+)(?:@(\d+))?", source)
-    if match is None or not match[1]:
-        raise InvalidConfig(f"{source!r}: must read RUN_DIR/JOB or RUN_DIR/JOB@STEP")
-    run_dir, job, step = Path(match[1]), match[2], match[3]
+    run_dir, job, step = split_source(source)
     folder = run_dir / "jobs" / job / "checkpoints"
     if not folder.is_dir():
         known = sorted(path.parent.name for path in run_dir.glob("jobs/*/checkpoints"))
@@ -28,9 +33,9 @@ def read_run_step(source: str) -> JobState:
         )
     checkpoints = JobCheckpoints(folder)
     try:
-        if step is not None and int(step) not in checkpoints.steps():
+        if step is not None and step not in checkpoints.steps():
             raise NotFound(f"{source!r}: step {step} is not kept; kept: {', '.join(map(str, checkpoints.steps())) or 'none'}")
-        state = checkpoints.restore(None if step is None else int(step))
+        state = checkpoints.restore(step)
     finally:
         checkpoints.close()
     if state is None:
@@ -63,8 +68,13 @@ def weights(model: ModelConfig, spec: AdapterSpec, init_from: str | None, max_ra
     if init_from is None:
         return init_weights(model, spec, max_rank)
     found, loaded = read_adapter(init_from, model, max_rank, base)
+    require_same_adapter(spec, found, f"lora.init_from={init_from!r}")
+    return loaded
+
+
+def require_same_adapter(spec: AdapterSpec, found: AdapterSpec, where: str) -> None:
+    """Raises InvalidConfig unless weights found elsewhere mean under `spec` what they meant there."""
     for field in ("rank", "alpha", "targets"):
         ours, theirs = getattr(spec, field), getattr(found, field)
         if ours != theirs:
-            raise InvalidConfig(f"lora.{field}={ours!r}: lora.init_from={init_from!r} has {theirs!r}; they must be equal")
-    return loaded
+            raise InvalidConfig(f"lora.{field}={ours!r}: {where} has {theirs!r}; they must be equal")

@@ -50,13 +50,14 @@ class Job:
         return self.state in (SUCCEEDED, FAILED)
 
     def open(self, *, resume: bool) -> None:
-        """Opens the files; a job that succeeded before stays so."""
+        """Opens the files; a job that succeeded before stays so, unless it is asked for more steps than it had."""
         self.files.open(resume=resume)
         self.incarnation = self.files.state.get("incarnation", 0)
         self.is_resumed = self.incarnation > 0
-        if self.files.state.get("state") == SUCCEEDED:
+        trained = self.files.state.get("steps", 0)
+        if self.files.state.get("state") == SUCCEEDED and self.config.steps <= trained:
             self.state = SUCCEEDED
-            self.files.cut_back(self.config.steps)
+            self.files.cut_back(trained)
             self.step = len(self.files.metrics)
             self.adapter = self.files.state.get("adapter")
         else:
@@ -120,7 +121,7 @@ class Job:
     def succeed(self) -> None:
         """Ends the job well."""
         self.state = SUCCEEDED
-        self.files.save_state(state=SUCCEEDED, adapter=self.adapter)
+        self.files.save_state(state=SUCCEEDED, adapter=self.adapter, steps=self.step)
         self._write_summary()
 
     def fail(self, kind: str, reason: str) -> None:

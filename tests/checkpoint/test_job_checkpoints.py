@@ -54,6 +54,10 @@ def test_damaged_newest_step_falls_back_and_is_named_when_asked_for(tmp_path):
     assert_equal(fresh.restore(), state_of(1))
     with pytest.raises(CorruptFile, match=str(tmp_path / "ck" / "2")):
         fresh.restore(2)
+    assert_equal(fresh.restore(repair=True), state_of(1))
+    fresh.save(state_of(2), reward=0.0)  # its owner can write that step again
+    assert fresh.wait() == 2
+    assert_equal(fresh.restore(), state_of(2))
     fresh.close()
 
 

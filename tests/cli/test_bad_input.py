@@ -41,6 +41,9 @@ def refuse(*arguments):
         ({"sampling": {"temperature": -1}}, ["temperature=-1", "greater than or equal to 0"]),
         ({"name": "../up"}, ["jobs.0.name='../up'", "pattern"]),
         ({"env": None}, ["jobs.0.env=None", "string"]),
+        ({"checkpoint": {"every_s": float("inf")}}, ["checkpoint.every_s=inf", "finite"]),
+        ({"seed": -1}, ["jobs.0.seed=-1", "greater than or equal to 0"]),
+        ({"sampling": {"stop": [""]}}, ["sampling.stop.0=''", "at least 1 character"]),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
@@ -72,6 +75,9 @@ def test_overrides_and_resume_that_name_nothing(tmp_path):
     file = write(tmp_path / "job.yaml", GOOD)
     assert "KEY=VALUE" in refuse("run", file, "--set", "steps")
     assert "'lower'" in refuse("run", file, "--set", "jobs.lower.steps=3")
+    assert "YAML" in refuse("run", file, "--set", "jobs.*.steps=[5")
+    assert "no keys" in refuse("run", file, "--set", "jobs.*.env.x=5")
+    assert "jobs.NAME." in refuse("run", file, "--set", "jobs=5")
     assert "--dir" in refuse("run", "--resume")
     assert "config.yaml" in refuse("run", "--resume", "--dir", tmp_path)
     (tmp_path / "full").mkdir()
@@ -121,6 +127,21 @@ def test_exports_and_adapters_that_are_not_there(tmp_path):
     assert "not a run folder" in refuse("export", tmp_path / "run" / "job", "--out", tmp_path / "out")
     assert "exists already" in refuse("export", tmp_path / "run" / "job", "--out", tmp_path)
     assert "nowhere" in refuse("sample", "abc", "--model", "tiny", "--adapter", "nowhere/job")
+
+
+@pytest.mark.parametrize("source", ["shorter", "runs/x/shorter/", "lr@1e-4/job"])
+def test_names_of_a_runs_job_are_read_as_they_are(source):
+    sentence = refuse("sample", "abc", "--model", "tiny", "--adapter", source)
+    assert "'horter'" not in sentence and repr(source) in sentence
+
+
+def test_overrides_reach_names_with_dots_and_sections_that_are_empty(tmp_path):
+    file = write(tmp_path / "job.yaml", GOOD | {"name": "a.b", "lora": None})
+    arguments = ["run", str(file), "--check", "--set", "jobs.a.b.lora.rank=3", "--set", "runtime.engine.num_decode_slots=4"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    document = yaml.safe_load(result.stdout)
+    assert document["jobs"][0]["lora"]["rank"] == 3 and document["runtime"]["engine"]["num_decode_slots"] == 4
 
 
 def test_a_prompt_longer_than_the_model_allows():

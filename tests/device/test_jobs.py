@@ -91,6 +91,18 @@ def test_slots_come_back_after_many_jobs_h02(make):
     assert len(set(fingerprints)) == 1
 
 
+@pytest.mark.parametrize("change", [{"alpha": 99.0}, {"targets": ["q"]}, {"rank": 2}])
+def test_resume_refuses_an_adapter_that_means_something_else(make, tmp_path, change):
+    """The flat vector of a checkpoint fits other targets of equal width: it must not be loaded as those."""
+    first = make(run_config(1))
+    first.add("a")
+    first.train("a", 0)
+    first.device.close()
+    second = make(run_config(1, lora={"rank": 4} | change))
+    ((_, kind, reason),) = failures(second.add("a", incarnation=1, resume=True))
+    assert kind == "InvalidConfig" and f"lora.{next(iter(change))}" in reason
+
+
 @pytest.mark.parametrize("source", ["nowhere", "nowhere/job@3"])
 def test_init_from_something_that_is_not_there_fails_with_one_sentence(make, source):
     harness = make(run_config(1, lora={"rank": 4, "init_from": source}))

@@ -11,7 +11,7 @@ from marlaas_jax.rollout.settings import RolloutSettings
 from marlaas_jax.workers.controller_files import JobFiles, write_json
 from marlaas_jax.workers.controller_status import FAILED, FINISHING, RUNNING, STARTING, SUCCEEDED, JobResult, JobStatus
 
-RATE_SMOOTHING = 0.3  # weight of the newest second in tokens per second
+RATE_SMOOTHING = 0.03  # weight of the newest second in tokens per second: a mean over about half a minute
 
 
 class Job:

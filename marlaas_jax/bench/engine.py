@@ -102,6 +102,7 @@ class _Decoder:
         self.params = self.engine.load_params(self._base, random_bank(config, NUM_ADAPTERS + 1))
         self._state = self.engine.init_decode_state()
         self._num_slots = num_slots
+        self.num_context = self.engine.buckets.context_lengths[0]
 
     def in_bank(self, num_adapters: int) -> EngineParams:
         """Returns the parameters with a smaller bank."""
@@ -122,7 +123,7 @@ class _Decoder:
             remaining_S=np.full(slots, 1 << 30, np.int32),
         )
         plan = Plan(Form(slots, slots // num_blocks), tuple(range(slots)), (0,) * num_blocks)
-        self._state, result = self.engine.decode(self.params, state, sides, plan, CONTEXT // 2, np.ones(slots, bool))
+        self._state, result = self.engine.decode(self.params, state, sides, plan, self.num_context, np.ones(slots, bool))
         return result.data
 
 
@@ -137,7 +138,7 @@ def adapter_line(name: str, num_slots: int, block: int, wanted: str, repeats: in
         {"base": lambda: decoder.dispatch(None, 1), "adapters": lambda: decoder.dispatch(sides, len(adapters))}, repeats
     )
     label = f"{name}: decode step, {num_slots} slots, {len(set(adapters))} adapters in blocks of {block} / base only"
-    detail = _step_detail(config, num_slots, times, num_steps, peaks)
+    detail = _step_detail(config, num_slots, decoder.num_context, times, num_steps, peaks)
     return Line(label, ratio(times["adapters"], times["base"]), wanted, detail)
 
 
@@ -159,17 +160,22 @@ def bank_size_line(name: str, num_slots: int, repeats: int, peaks: dict[str, flo
 
     times = interleave({"base": in_bank(NUM_ADAPTERS + 1), "small": in_bank(2)}, repeats)
     label = f"{name}: one job, bank of {NUM_ADAPTERS + 1} / bank of 2"
-    detail = _step_detail(config, num_slots, times, num_steps, peaks)
+    detail = _step_detail(config, num_slots, decoder.num_context, times, num_steps, peaks)
     return Line(label, ratio(times["base"], times["small"]), "<= 1.05", detail)
 
 
 def _step_detail(
-    config: ModelConfig, num_slots: int, times: dict[str, Samples], num_steps: int, peaks: dict[str, float]
+    config: ModelConfig,
+    num_slots: int,
+    num_context: int,
+    times: dict[str, Samples],
+    num_steps: int,
+    peaks: dict[str, float],
 ) -> dict[str, Any]:
     best_s = times["base"].best_s / num_steps
     return {
         "step_s": {name: sample.median_s / num_steps for name, sample in times.items()},
-        "share_of_matmul_peak": step_flops(config, num_slots, CONTEXT // 2) / best_s / peaks["matmul_flops_per_s"],
+        "share_of_matmul_peak": step_flops(config, num_slots, num_context) / best_s / peaks["matmul_flops_per_s"],
         "share_of_read_bandwidth": weight_bytes(config) / best_s / peaks["read_bytes_per_s"],
     }
 

@@ -125,7 +125,7 @@ class MarlaasEngine(EngineBase):
         """Returns a state without rows."""
         settings = self.settings
         dtype = jnp.dtype(settings.dtype)
-        return empty_state(self.config, settings.num_decode_slots, settings.max_context, dtype, self._unrolled)
+        return empty_state(self.config, settings.num_decode_slots, self.buckets.context_lengths, dtype, self._unrolled)
 
     def prefill(
         self,

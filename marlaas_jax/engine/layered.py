@@ -77,7 +77,7 @@ def decode_chunk(
     """Returns what `steps.decode_chunk` returns in the form "blocks" or without sides; caches are donated layer by layer."""
     kv, small = list(state.kv), dataclasses.replace(state, kv=())
     rows, now = _begin(num_steps, small, order_R, keep_S)
-    capacity = kv[0][0].shape[-2]
+    capacity = state.capacity
     head = _head(params)
     group = next(size for size in DECODE_GROUPS if len(kv) % size == 0)
     for _ in range(num_steps):

@@ -1,6 +1,8 @@
 """What lives on the device between dispatches: the decode state, the result of a prefill, the rows to insert.
 
-`kv` follows the form of params["layers"]: a tuple of (k, v) per layer, each [S, K, C, H], or (k, v) with a leading L.
+A cache [S, K, C, H] is held in pieces along C that end where attention may end (the context buckets), because attention reads
+a whole array in place but copies the beginning of a longer one. `kv` follows the form of params["layers"]: a tuple of
+(k pieces, v pieces) per layer, or one such pair whose arrays lead with L.
 Whatever stands in a cache is finite: keys and values that are not are stored as zeros and their row ends with an error, so
 that what a broken adapter left behind cannot reach the slot's next owner through a masked position (0 * nan is nan).
 """
@@ -9,6 +11,7 @@ that what a broken adapter left behind cannot reach the slot's next owner throug
 # pyright: reportArgumentType=false
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,6 +45,16 @@ class DecodeState:
     active_S: jax.Array  # bool: the slot has a running row
     finish_S: jax.Array  # int32: code of how the slot's last row ended
 
+    @property
+    def is_unrolled(self) -> bool:
+        """Whether the caches of the layers are separate arrays."""
+        return jax.tree.leaves(self.kv)[0].ndim == 4
+
+    @property
+    def capacity(self) -> int:
+        """C: how many positions a cache has."""
+        return sum(piece.shape[-2] for piece in (self.kv[0][0] if self.is_unrolled else self.kv[0]))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +81,18 @@ class InsertRows:
     sampling: SamplingRows
 
 
-def empty_state(config: ModelConfig, num_slots: int, max_context: int, dtype: Any, unrolled: bool) -> DecodeState:
-    """Returns a state without rows."""
-    shape = (num_slots, config.num_kv_heads, max_context, config.head_dim)
+def empty_state(config: ModelConfig, num_slots: int, context_lengths: Sequence[int], dtype: Any, unrolled: bool) -> DecodeState:
+    """Returns a state without rows, whose caches are cut at `context_lengths` (rising; the last one is C)."""
+    sizes = np.diff([0, *context_lengths]).tolist()
+
+    def pieces(*lead: int) -> tuple[jax.Array, ...]:
+        shape = (*lead, num_slots, config.num_kv_heads)
+        return tuple(jnp.zeros((*shape, size, config.head_dim), dtype) for size in sizes)
+
     if unrolled:
-        kv: Any = tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+        kv: Any = tuple((pieces(), pieces()) for _ in range(config.num_layers))
     else:
-        kv = tuple(jnp.zeros((config.num_layers, *shape), dtype) for _ in range(2))
+        kv = (pieces(config.num_layers), pieces(config.num_layers))
 
     def ints(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)

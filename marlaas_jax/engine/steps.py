@@ -80,19 +80,29 @@ def insert(state: DecodeState, prefix: Prefix, rows: InsertRows) -> DecodeState:
 
     A row whose prefix is not finite is marked as ended by an error at once.
     """
-    unrolled = isinstance(state.kv[0], tuple)
+    unrolled = state.is_unrolled
 
     def place(i: jax.Array, state: DecodeState) -> DecodeState:
         slot, source = rows.slot[i], rows.source[i]
 
-        def copy(cache_SKCH: jax.Array, prefix_BTKH: jax.Array) -> jax.Array:
+        def copy(pieces: tuple[jax.Array, ...], prefix_BTKH: jax.Array) -> tuple[jax.Array, ...]:
             one_1KTH = jax.lax.dynamic_index_in_dim(prefix_BTKH, source, keepdims=True).swapaxes(1, 2)
-            return jax.lax.dynamic_update_slice(cache_SKCH, one_1KTH.astype(cache_SKCH.dtype), (slot, 0, 0, 0))
+            kept, offset = [], 0
+            for piece_SKCH in pieces:
+                part = one_1KTH[:, :, offset : offset + piece_SKCH.shape[2]].astype(piece_SKCH.dtype)
+                kept.append(jax.lax.dynamic_update_slice(piece_SKCH, part, (slot, 0, 0, 0)) if part.shape[2] else piece_SKCH)
+                offset += piece_SKCH.shape[2]
+            return tuple(kept)
 
+        if unrolled:
+            pairs = zip(state.kv, prefix.kv, strict=True)
+            kv: Any = tuple((copy(k, k_BTKH), copy(v, v_BTKH)) for (k, v), (k_BTKH, v_BTKH) in pairs)
+        else:
+            kv = tuple(jax.vmap(copy)(pieces, x) for pieces, x in zip(state.kv, prefix.kv, strict=True))
         finite = prefix.finite_B[source]
         put = lambda column, value: column.at[slot].set(value)
         return DecodeState(
-            kv=_map_layers(copy, state.kv, prefix.kv, unrolled=unrolled),
+            kv=kv,
             token_S=put(state.token_S, prefix.token_B[source]),
             position_S=put(state.position_S, prefix.length_B[source]),
             generated_S=put(state.generated_S, 0),
@@ -162,15 +172,11 @@ def decode_chunk(
         attend = attention.cached(now.position_R, num_context, config.sliding_window, order_R, now.active_R)
         tokens, positions = now.token_R[:, None], now.position_R[:, None]
         hidden, kv = transformer.forward(config, params, tokens, positions, attend, kv, project=project, sides=sides)
-        return kv, advance(params, rows, now, hidden[:, 0], _capacity(state))
+        return kv, advance(params, rows, now, hidden[:, 0], state.capacity)
 
     more = lambda carry: (carry[1].step < num_steps) & carry[1].active_R.any()
     kv, end = jax.lax.while_loop(more, step, (state.kv, start))
     return finish(dataclasses.replace(state, kv=kv), end, order_R, keep_S)
-
-
-def _capacity(state: DecodeState) -> int:
-    return (state.kv[0][0] if isinstance(state.kv[0], tuple) else state.kv[0]).shape[-2]
 
 
 def begin(num_steps: int, state: DecodeState, order_R: jax.Array, keep_S: jax.Array) -> tuple[Rows, Progress]:
@@ -192,9 +198,22 @@ def begin(num_steps: int, state: DecodeState, order_R: jax.Array, keep_S: jax.Ar
     return Rows(jax.tree.map(lambda x: x[order_R], state.sampling), state.stop_ids_SJ[order_R]), start
 
 
+def logits(params: Params, hidden_RD: jax.Array) -> jax.Array:
+    """Returns logits [R, V] in float32 of a few rows.
+
+    On a CPU the vocabulary goes first in the product with a tied embedding, which lies that way: 83 GFLOP/s against 57 with
+    32 rows, 42 against 27 with 8; the same with one row, less with 128. The barrier keeps the compiler from turning it around.
+    """
+    is_better = "unembed_DV" not in params and 2 <= hidden_RD.shape[0] <= 64 and jax.default_backend() == "cpu"
+    if not is_better:
+        return transformer.unembed(params, hidden_RD)
+    logits_VR = jnp.einsum("vd,rd->vr", params["embed_VD"], hidden_RD, preferred_element_type=jnp.float32)
+    return jax.lax.optimization_barrier(logits_VR).T
+
+
 def advance(params: Params, rows: Rows, now: Progress, hidden_RD: jax.Array, capacity: int) -> Progress:
     """Returns the progress after one more token of every running row, drawn from its last hidden state."""
-    draw = sample(transformer.unembed(params, hidden_RD), rows.sampling, now.generated_R, now.active_R)
+    draw = sample(logits(params, hidden_RD), rows.sampling, now.generated_R, now.active_R)
     sampled_R = now.active_R & draw.finite
     remaining_R = now.remaining_R - sampled_R
     finish_R = jnp.where(now.position_R + 2 >= capacity, CONTEXT, RUNNING)
@@ -270,9 +289,9 @@ def logprobs_of(params: Params, hidden_TD: jax.Array, tokens_T: jax.Array) -> ja
     following_T = jnp.roll(tokens_T, -1)
 
     def of_chunk(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-        logits = transformer.unembed(params, chunk[0])
-        chosen = jnp.take_along_axis(logits, chunk[1][:, None], axis=-1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1)
+        logits_TV = transformer.unembed(params, chunk[0])
+        chosen = jnp.take_along_axis(logits_TV, chunk[1][:, None], axis=-1)[:, 0]
+        return chosen - jax.nn.logsumexp(logits_TV, axis=-1)
 
     size = SCORE_CHUNK if tokens_T.shape[0] % SCORE_CHUNK == 0 else tokens_T.shape[0]
     chunks = (hidden_TD.reshape(-1, size, hidden_TD.shape[-1]), following_T.reshape(-1, size))

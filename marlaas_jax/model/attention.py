@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
@@ -84,37 +85,58 @@ def cached(
 ) -> Attend:
     """Attention of one new token per row, q [R, 1, N, H], against the first `num_context` positions of its slot's cache.
 
-    kv is (k_cache, v_cache), each [S, K, C, H]; the new key and value are written at `position_R` first, where `is_written_R`
-    says so and the position is below C. Row r belongs to slot `slot_R[r]`, by default to slot r; with as many rows as slots
-    `slot_R` is a permutation. Values that are not finite are stored as zeros: a cache must hold no nan (see engine/state.py).
+    kv is (k_cache, v_cache), each an array [S, K, C, H] or its pieces along C, as a tuple. Reading whole pieces copies nothing,
+    where the beginning of a longer array is copied first: half of the time of this function. The new key and value are written
+    at `position_R` before, where `is_written_R` says so and the position is below `num_context`. Row r belongs to slot
+    `slot_R[r]`, by default to slot r; with as many rows as slots `slot_R` is a permutation. Values that are not finite are
+    stored as zeros: a cache must never hold a nan (see engine/state.py).
     """
 
     def attend(q, k, v, kv):
-        k_cache_SKCH, v_cache_SKCH = kv
-        num_rows, num_slots, capacity = q.shape[0], *k_cache_SKCH.shape[::2][:2]
+        k_pieces, v_pieces = (cache if isinstance(cache, tuple) else (cache,) for cache in kv)
+        num_rows, num_slots = q.shape[0], k_pieces[0].shape[0]
         slots = jnp.arange(num_rows) if slot_R is None else slot_R
-        target = position_R if is_written_R is None else jnp.where(is_written_R, position_R, capacity)
-        index = (slots[:, None], jnp.arange(k.shape[2])[None, :], target[:, None])
-        k_cache_SKCH = k_cache_SKCH.at[index].set(finite(k[:, 0]).astype(k_cache_SKCH.dtype), mode="drop")
-        v_cache_SKCH = v_cache_SKCH.at[index].set(finite(v[:, 0]).astype(v_cache_SKCH.dtype), mode="drop")
-        keys, values = k_cache_SKCH[:, :, :num_context], v_cache_SKCH[:, :, :num_context]
+        is_written = jnp.ones((num_rows,), bool) if is_written_R is None else is_written_R
         q_RKQH, position = _grouped(q[:, 0], k.shape[2]), position_R
         is_permuted = slot_R is not None and num_rows == num_slots
         if is_permuted:  # the queries are far smaller than the caches, so they move
             row_S = jnp.zeros_like(slots).at[slots].set(jnp.arange(num_rows, dtype=slots.dtype))
             q_RKQH, position = q_RKQH[row_S], position[row_S]
-        elif slot_R is not None:
-            keys, values = keys[slots], values[slots]
-        scores = jnp.einsum("rkqh,rkch->rkqc", q_RKQH, keys.astype(q.dtype)).astype(jnp.float32)
-        key = jnp.arange(num_context)
+
+        def read(piece: jax.Array, length: int) -> jax.Array:
+            piece = piece[:, :, :length].astype(q.dtype)
+            return piece if slot_R is None or is_permuted else piece[slots]
+
+        k_kept, v_kept, scores, values = list(k_pieces), list(v_pieces), [], []
+        offset = 0
+        for i, size in enumerate(piece.shape[2] for piece in k_pieces):
+            length = min(size, num_context - offset)
+            if length <= 0:
+                break
+            inside = is_written & (position_R >= offset) & (position_R < offset + length)
+            index = (slots[:, None], jnp.arange(k.shape[2])[None, :], jnp.where(inside, position_R - offset, size)[:, None])
+            k_kept[i] = k_pieces[i].at[index].set(finite(k[:, 0]).astype(k_pieces[i].dtype), mode="drop")
+            v_kept[i] = v_pieces[i].at[index].set(finite(v[:, 0]).astype(v_pieces[i].dtype), mode="drop")
+            scores.append(jnp.einsum("rkqh,rkch->rkqc", q_RKQH, read(k_kept[i], length)).astype(jnp.float32))
+            values.append(read(v_kept[i], length))
+            offset += length
+
+        key = jnp.arange(offset)
         seen = key <= position[:, None]
         if sliding_window is not None:
             seen &= key > position[:, None] - sliding_window
-        weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1).astype(v.dtype)
-        out = jnp.einsum("rkqc,rkch->rkqh", weights, values.astype(v.dtype))
+        scores = jnp.where(seen[:, None, None], jnp.concatenate(scores, axis=-1), MASKED)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        ends = np.cumsum([piece.shape[2] for piece in values])[:-1]
+        out = jnp.zeros((), v.dtype)
+        for part, piece in zip(jnp.split(weights, ends, axis=-1), values, strict=True):
+            out = out + jnp.einsum("rkqc,rkch->rkqh", part, piece)
         if is_permuted:
             out = out[slots]
-        return out.reshape(num_rows, 1, -1), (k_cache_SKCH, v_cache_SKCH)
+        kept = tuple(
+            tuple(new) if isinstance(cache, tuple) else new[0] for cache, new in zip(kv, (k_kept, v_kept), strict=True)
+        )
+        return out.reshape(num_rows, 1, -1), kept
 
     return attend
 

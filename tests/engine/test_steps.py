@@ -14,6 +14,7 @@ from marlaas_jax.lora import bank as banks
 
 NUM_SLOTS = 8
 CONTEXT = 32
+PIECES = (5, 12, 32)  # where the caches are cut
 STEPS = 4
 
 
@@ -35,7 +36,7 @@ def start(world, rows: list[Row], state=None, pad_to: int = 16):
     """Returns the state with the rows started, all prefilled in one batch."""
     if state is None:
         unrolled = steps.is_unrolled(world.params)
-        state = states.empty_state(world.config, NUM_SLOTS, CONTEXT, jnp.float32, unrolled)
+        state = states.empty_state(world.config, NUM_SLOTS, PIECES, jnp.float32, unrolled)
     tokens = np.zeros((len(rows), pad_to), np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row.prompt)] = row.prompt
@@ -46,12 +47,14 @@ def start(world, rows: list[Row], state=None, pad_to: int = 16):
     return steps.jit_insert(state, prefix, states.insert_rows(entries, NUM_SLOTS))
 
 
-def run(world, rows: list[Row], state, block: int = 1, form: str = "blocks", num_rows: int = NUM_SLOTS, max_chunks: int = 20):
+def run(
+    world, rows: list[Row], state, block: int = 1, form: str = "blocks", num_rows: int = NUM_SLOTS, num_context: int = CONTEXT
+):
     """Decodes until all rows have ended, filling in what they produced; returns the state."""
     unrolled = steps.is_unrolled(world.params)
     order = block_order(rows, block, num_rows)
     of_slot = {row.slot: row.adapter_slot for row in rows}
-    for _ in range(max_chunks):
+    for _ in range(20):
         if form == "onehot":
             sides = steps.jit_gather_all(world.bank, unrolled)
         else:
@@ -61,7 +64,7 @@ def run(world, rows: list[Row], state, block: int = 1, form: str = "blocks", num
         state, packed = steps.jit_decode_chunk(
             world.config,
             STEPS,
-            CONTEXT,
+            num_context,
             form,
             world.params,
             sides,
@@ -125,6 +128,15 @@ def test_greedy_takes_the_argmax(world):
         assert row.sampled_logprobs == [0.0] * 10
 
 
+def test_a_short_context_is_exact(world):
+    """Attention over the first pieces alone, whole or in part, gives what it gives over all, while the rows stay within."""
+    for num_context in (14, 16, 12):
+        rows = make_rows([1, 3], [6, 2], max_tokens=8)
+        run(world, rows, start(world, rows), num_context=num_context)
+        for row in rows:
+            check_against_forward(world, row)
+
+
 def test_a_row_alone_equals_the_row_among_others(world):
     rows = make_rows([3, 1, 2, 4], [0, 4, 5, 6])
     run(world, rows, start(world, rows))
@@ -166,7 +178,7 @@ def test_a_group_from_one_prefill_equals_separate_prefills(unrolled):
     tokens[1, :4] = prompt
     lengths, adapters = np.asarray([1, 4], np.int32), np.asarray([0, 2], np.int32)
     prefix = steps.jit_prefill(unrolled.config, NUM_SLOTS, unrolled.params, unrolled.bank, tokens, lengths, adapters)
-    state = states.empty_state(unrolled.config, NUM_SLOTS, CONTEXT, jnp.float32, True)
+    state = states.empty_state(unrolled.config, NUM_SLOTS, PIECES, jnp.float32, True)
     state = steps.jit_insert(state, prefix, states.insert_rows([(r.slot, 1, r.settings) for r in group], NUM_SLOTS))
     run(unrolled, group, state)
     assert [r.tokens for r in group] == [r.tokens for r in separate]

@@ -171,8 +171,8 @@ def summary(result: RunResult) -> Table:
     """Returns the table that a run ends with."""
     out = Table(box=None, pad_edge=False, header_style="bold")
     out.add_column("job", no_wrap=True)
-    for heading in ("state", "steps", "reward first", "last 3", "change", "held-out before", "after", "trained tokens"):
-        out.add_column(heading, justify="left" if heading == "state" else "right")
+    for heading in ("state", "steps", "first", "last 3", "change", "eval before", "after", "tokens"):
+        out.add_column(heading, justify="left" if heading == "state" else "right", no_wrap=True)
     for job in result.jobs:
         first, last = job.reward_first, job.reward_last3
         change = "-" if first is None or last is None else f"{last - first:+.2f}"

@@ -208,7 +208,8 @@ class Supervisor:
         reason = describe_exit(code)
         expected = worker._stopping
         event = Exited(spec.name, worker.worker_id, code, reason, worker.output.tail(), expected)
-        log.log(logging.INFO if expected else logging.WARNING, "worker ended name=%s worker_id=%s pid=%d reason=%s",
+        level = logging.INFO if expected or code == EXIT_OK else logging.WARNING
+        log.log(level, "worker ended name=%s worker_id=%s pid=%d reason=%s",
                 spec.name, worker.worker_id, worker.pid, reason)  # fmt: skip
         self._events.put_nowait(event)
         worker._ended.set()

@@ -75,12 +75,15 @@ def decode_chunk(
     keep_S: jax.Array,
 ) -> tuple[DecodeState, jax.Array]:
     """Returns what `steps.decode_chunk` returns in the form "blocks" or without sides; caches are donated layer by layer."""
-    kv, small = list(state.kv), dataclasses.replace(state, kv=())
+    ends = np.cumsum([piece.shape[2] for piece in state.kv[0][0]])
+    used = int(np.searchsorted(ends, num_context)) + 1  # pieces of the caches that a call need be handed
+    kv = [(k[:used], v[:used]) for k, v in state.kv]
+    small = dataclasses.replace(state, kv=())
     rows, now = _begin(num_steps, small, order_R, keep_S)
     capacity = state.capacity
     head = _head(params)
     group = next(size for size in DECODE_GROUPS if len(kv) % size == 0)
-    for _ in range(num_steps):
+    for step in range(num_steps):
         x, cos, sin = _embed_rows(config, params["embed_VD"], now.token_R, now.position_R)
         for start in range(0, len(kv), group):
             part = slice(start, start + group)
@@ -89,10 +92,11 @@ def decode_chunk(
                 config, num_context, params["layers"][part], side, kv[part], x, cos, sin, now.position_R, order_R, now.active_R
             )
         now = _advance(config, capacity, head, rows, now, x)
-        if not np.asarray(now.active_R).any():
+        if step + 1 < num_steps and not np.asarray(now.active_R).any():
             break
     small, packed = _finish(small, now, order_R, keep_S)
-    return dataclasses.replace(small, kv=tuple(kv)), packed
+    whole = tuple((k + old_k[used:], v + old_v[used:]) for (k, v), (old_k, old_v) in zip(kv, state.kv, strict=True))
+    return dataclasses.replace(small, kv=whole), packed
 
 
 def _head(params: Params) -> Params:

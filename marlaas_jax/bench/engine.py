@@ -7,6 +7,7 @@ on their values. A ratio is printed as paired wall | CPU | best, and each with t
 
 import dataclasses
 import json as json_format
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,11 +22,13 @@ from rich.table import Table
 
 from marlaas_jax.bench import timing
 from marlaas_jax.bench.timing import Measured, Samples, interleave, ratio
+from marlaas_jax.device import huge_pages
 from marlaas_jax.engine.buckets import Form
 from marlaas_jax.engine.engine import EngineParams, EngineSettings, MarlaasEngine
 from marlaas_jax.engine.plan import Plan
 from marlaas_jax.engine.sampler import BASE_MODEL, Sampler
 from marlaas_jax.engine.state import RowSettings
+from marlaas_jax.errors import MarlaasError
 from marlaas_jax.lora import bank as banks
 from marlaas_jax.lora.bank import Bank
 from marlaas_jax.lora.snapshot import Snapshot
@@ -256,7 +259,8 @@ class Reference:
         }
         script = Path(__file__).with_name("reference.py")
         command = [python, str(script), json_format.dumps(shape), str(RANK), str(num_adapters)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {name: value for name, value in os.environ.items() if name != huge_pages.VARIABLE}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests, self._answers = self._process.stdin, self._process.stdout
         self.versions = self._read()
@@ -340,14 +344,30 @@ def generation_lines(name: str, python: str, repeats: int, log: Callable[[str], 
 def run(
     json: bool = False, quick: bool = False, reference_python: str | None = None, cores: int = 1, model: str = "smollm2-135m"
 ) -> dict[str, Any]:
-    """Runs the benchmark, prints a table (or JSON) and returns the report. Call it before anything starts jax's backend.
+    """Runs the benchmark in a process of its own, prints a table (or JSON) and returns the report.
 
     quick: the tiny shape alone, few repeats, no references: a check that everything runs. reference_python: an interpreter with
-    torch, transformers and peft; None: this one.
+    torch, transformers and peft; None: this one. Our process has huge pages, as `marlaas run` gives to its device process;
+    theirs starts as their users start it.
     """
+    options = {"quick": quick, "python": reference_python or sys.executable, "cores": cores, "model": model}
+    command = [sys.executable, "-m", "marlaas_jax.bench.engine", json_format.dumps(options)]
+    environment = os.environ | huge_pages.environment(os.environ)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise MarlaasError(f"the benchmark's process ended with code {done.returncode}; what it printed says why")
+    report = json_format.loads(done.stdout)
+    if json:
+        print(json_format.dumps(report, indent=2))
+    else:
+        Console().print(_table(report))
+    return report
+
+
+def measure(quick: bool, python: str, cores: int, model: str) -> dict[str, Any]:
+    """Returns the report. Binds this process to `cores` cores; nothing may have started jax's backend before."""
     pinned = timing.pin_to_cores(cores)
-    console = Console(stderr=json)
-    log = lambda text: console.print(f"[dim]{text}[/dim]", highlight=False)
+    log = lambda text: print(text, file=sys.stderr, flush=True)
     peaks = {
         "matmul_flops_per_s": timing.matmul_peak(size=256 if quick else 1024),
         "read_bytes_per_s": timing.read_bandwidth(16 if quick else 256),
@@ -368,23 +388,25 @@ def run(
         add(adapter_line("tiny", 128, 4, "<= 1.4", 2 * repeats, peaks))
     add(group_line(shape, 8, ">= 4.5", repeats))
     if not quick:
-        add(*generation_lines(shape, reference_python or sys.executable, 5, log))
-    report = {
+        add(*generation_lines(shape, python, 5, log))
+    return {
         "machine": timing.machine() | {"pinned_to_cores": cores if pinned else None},
         "peaks": peaks,
         "lines": [
-            {"name": line.name, "ratio": line.value.as_dict(), "wanted": line.wanted, "holds": line.holds, **line.detail}
+            {
+                "name": line.name,
+                "ratio": line.value.as_dict(),
+                "ratio_text": str(line.value),
+                "wanted": line.wanted,
+                "holds": line.holds,
+                **line.detail,
+            }
             for line in lines
         ],
     }
-    if json:
-        print(json_format.dumps(report, indent=2))
-    else:
-        console.print(_table(report, lines))
-    return report
 
 
-def _table(report: dict[str, Any], lines: list[Line]) -> Table:
+def _table(report: dict[str, Any]) -> Table:
     machine, peaks = report["machine"], report["peaks"]
     title = (
         f"engine: {machine['device']}, {machine['cores']} core(s), jax {machine['jax']}, "
@@ -393,10 +415,13 @@ def _table(report: dict[str, Any], lines: list[Line]) -> Table:
     table = Table(title=title)
     for heading in ("what", "wall|CPU|best", "wanted", "", "of matmul peak", "of bandwidth"):
         table.add_column(heading)
-    for line in lines:
-        share = lambda key, line=line: f"{100 * line.detail[key]:.0f}%" if key in line.detail else ""
-        verdict = "yes" if line.holds else "no"
-        table.add_row(
-            line.name, str(line.value), line.wanted, verdict, share("share_of_matmul_peak"), share("share_of_read_bandwidth")
-        )
+    for line in report["lines"]:
+        shares = [
+            f"{100 * line[key]:.0f}%" if key in line else "" for key in ("share_of_matmul_peak", "share_of_read_bandwidth")
+        ]
+        table.add_row(line["name"], line["ratio_text"], line["wanted"], "yes" if line["holds"] else "no", *shares)
     return table
+
+
+if __name__ == "__main__":
+    print(json_format.dumps(measure(**json_format.loads(sys.argv[1]))))

@@ -6,10 +6,12 @@ are retired when the last job that uses them is over.
 """
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
 from marlaas_jax.config import RunConfig
+from marlaas_jax.device import huge_pages
 from marlaas_jax.transport.server import Server
 from marlaas_jax.workers.supervisor import Event, Supervisor, WorkerSpec
 
@@ -35,7 +37,8 @@ class Processes:
 
     def start_device(self) -> None:
         """Starts the process that owns the accelerator."""
-        self._start(self.DEVICE, self._device_module, ("--config", str(self._run_dir / "config.yaml")), {}, max_restarts=5)
+        args = ("--config", str(self._run_dir / "config.yaml"))
+        self._start(self.DEVICE, self._device_module, args, huge_pages.environment(os.environ), max_restarts=5)
 
     def start_data_workers(self, names: set[str]) -> None:
         """Starts the processes that hold the items."""

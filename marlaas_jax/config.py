@@ -130,7 +130,7 @@ class JobConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     env: str  # "words:last_word", "calculator", "path/to/file.py:function", "reasoning_gym:chain_sum"
-    env_args: dict[str, Any] = {}
+    env_args: dict[str, Any] = {}  # `path` and `*_path` are relative to the job file where such a file exists
     data: DataConfig | None = None
     steps: Annotated[int, Field(ge=1)] = 20  # optimizer batches to train
     seed: Annotated[int, Field(ge=0)] = 0
@@ -225,22 +225,16 @@ def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
             raise InvalidConfig(f"{path}: unknown key {sorted(map(str, document))[0]!r} beside `jobs`; allowed: runtime, jobs")
         if not isinstance(jobs, list):
             raise InvalidConfig(f"{path}: jobs={jobs!r} must be a list of jobs")
-        for job in jobs:
-            if isinstance(job, dict):
-                _resolve_paths(job, path.parent)
+        _resolve_paths(jobs, runtime, path.parent)
         merged["jobs"] += jobs
-        if isinstance(runtime, dict) and isinstance(runtime.get("chat_template"), str):
-            runtime["chat_template"] = str((path.parent / runtime["chat_template"]).resolve())
-        if isinstance(runtime, dict) and isinstance(runtime.get("model"), str):
-            local = path.parent / runtime["model"]
-            if local.exists() and ("/" in runtime["model"] or runtime["model"].endswith(".gguf")):
-                runtime["model"] = str(local.resolve())
         if runtime is not None:
             if merged.get("runtime", runtime) != runtime:
                 raise InvalidConfig(f"{path}: its `runtime` differs from that of an earlier file; all jobs of a run share one")
             merged["runtime"] = runtime
     for override in overrides:
         _apply_override(merged, override)
+    if overrides:
+        _resolve_paths(merged["jobs"], merged.get("runtime"), Path.cwd())  # those of job files are absolute by now
     return validate(RunConfig, merged)
 
 
@@ -294,8 +288,21 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return document
 
 
-def _resolve_paths(job: dict[str, Any], base: Path) -> None:
-    """Makes the paths of a job relative to its file, so that a run does not depend on the working directory."""
+def _resolve_paths(jobs: list[Any], runtime: Any, base: Path) -> None:
+    """Makes relative paths absolute, so that a run does not depend on the working directory it is resumed in."""
+    for job in jobs:
+        if isinstance(job, dict):
+            _resolve_job_paths(job, base)
+    if not isinstance(runtime, dict):
+        return
+    if isinstance(runtime.get("chat_template"), str):
+        runtime["chat_template"] = str((base / runtime["chat_template"]).resolve())
+    model = runtime.get("model")
+    if isinstance(model, str) and ("/" in model or model.endswith(".gguf")) and (base / model).exists():
+        runtime["model"] = str((base / model).resolve())
+
+
+def _resolve_job_paths(job: dict[str, Any], base: Path) -> None:
     env = job.get("env")
     if isinstance(env, str) and (match := re.fullmatch(r"(.+\.py):(\w+)", env)):
         job["env"] = f"{(base / match[1]).resolve()}:{match[2]}"
@@ -304,6 +311,11 @@ def _resolve_paths(job: dict[str, Any], base: Path) -> None:
         for key in ("source", "eval_source"):
             if isinstance(data.get(key), str) and (match := re.fullmatch(r"(jsonl|json|parquet):(.+)", data[key])):
                 data[key] = f"{match[1]}:{(base / match[2]).resolve()}"
+    env_args = job.get("env_args")
+    if isinstance(env_args, dict):
+        for key, value in env_args.items():
+            if (key == "path" or str(key).endswith("_path")) and isinstance(value, str) and (base / value).exists():
+                env_args[key] = str((base / value).resolve())
     lora = job.get("lora")
     if isinstance(lora, dict) and isinstance(lora.get("init_from"), str):
         lora["init_from"] = str((base / lora["init_from"]).absolute())

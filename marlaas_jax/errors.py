@@ -71,3 +71,9 @@ class WorkerLost(InternalError):
 
 class ProtocolMismatch(InternalError):
     """Two processes speak different versions of the wire protocol."""
+
+
+def user_error(kind: str) -> type[UserError] | None:
+    """Returns the class that the name stands for if it is a kind of UserError."""
+    found = globals().get(kind)
+    return found if isinstance(found, type) and issubclass(found, UserError) else None

@@ -264,6 +264,7 @@ class EnvLoaded(Message, frozen=True):
     num_eval: int = 0
     prompt_once: bool = True  # all episodes of an item start with the same prompt
     retry_lost: bool = True  # an episode whose worker died may start again; False: the environment says `retry = "never"`
+    reply_roles: tuple[str, ...] = ()  # of the messages that follow a sampled turn, as far as the environment says
 
 
 class GetItem(Message, frozen=True):

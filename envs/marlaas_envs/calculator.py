@@ -70,6 +70,7 @@ class CalculatorEnv:
     """Reward 1 for the right number in the last turn, however many calls it took; 0 once the calls are used up."""
 
     def __init__(self, chat: bool, max_calls: int):
+        self.reply_roles = ("tool",) if chat else ()
         self._chat = chat
         self._max_calls = max_calls
         self._item: Item = {}

@@ -38,6 +38,7 @@ class GuessEnv:
     """One game. A turn that is no number ends it."""
 
     def __init__(self, chat: bool, max_guesses: int):
+        self.reply_roles = ("user",) if chat else ()
         self._chat = chat
         self._max_guesses = max_guesses
         self._secret = 0

@@ -52,7 +52,11 @@ class Action:
 
 
 class Env(Protocol):
-    """One episode; both methods may be `async def`. An optional `close()` is called at its end, whatever the end was."""
+    """One episode; both methods may be `async def`. An optional `close()` is called at its end, whatever the end was.
+
+    An optional attribute `reply_roles` names the roles of the messages that `step` may answer with, such as ("tool",): a model
+    whose chat template cannot append them to a sampled turn is then refused before the job starts.
+    """
 
     def reset(self, item: Item, seed: int) -> Observation | Awaitable[Observation]:
         """Starts the episode on an item; everything random derives from `seed`."""

@@ -7,6 +7,7 @@ on their values. A ratio is printed as paired wall | CPU | best, and each with t
 
 import dataclasses
 import json as json_format
+import math
 import os
 import subprocess
 import sys
@@ -17,10 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from marlaas_jax.bench import timing
+from marlaas_jax.bench.report import SHAPES, Line, show
 from marlaas_jax.bench.timing import Measured, Samples, interleave, ratio
 from marlaas_jax.device import huge_pages
 from marlaas_jax.engine.buckets import Form
@@ -41,27 +41,6 @@ NUM_ADAPTERS = 32
 CONTEXT = 128
 PROMPT = 16
 GROUP_PROMPT = 64
-
-SHAPES = {
-    "smollm2-135m": ModelConfig("llama", 30, 576, 9, 3, 64, 1536, 49152, 1e5, 1e-5, 8192, True),
-    "tiny": ModelConfig("llama", 4, 128, 4, 2, 32, 384, 256, 1e4, 1e-5, 1024, True),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """One figure of the report."""
-
-    name: str
-    value: timing.Ratio
-    wanted: str  # "<= 1.2"
-    detail: dict[str, Any]
-
-    @property
-    def holds(self) -> bool:
-        """True if the paired wall ratio is within what is wanted."""
-        sign, number = self.wanted.split()
-        return self.value.wall <= float(number) if sign == "<=" else self.value.wall >= float(number)
 
 
 class _NoText:
@@ -85,6 +64,21 @@ def weight_bytes(config: ModelConfig) -> float:
     """Returns the bytes of float32 weights that one decode step reads."""
     linear = config.num_layers * sum(d * f for d, f in config.projection_dims().values())
     return 4.0 * (linear + config.vocab_size * config.model_dim)
+
+
+def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
+    """Returns the floating point operations of one prompt's prefill, which asks for the logits of its last token only."""
+    linear = config.num_layers * sum(d * f for d, f in config.projection_dims().values())
+    attention = 2 * config.num_layers * config.num_query_heads * config.head_dim * num_tokens
+    return 2.0 * (num_tokens * (linear + attention) + config.vocab_size * config.model_dim)
+
+
+def _shares(flops: float, read_bytes: float, seconds: float, peaks: dict[str, float]) -> dict[str, float]:
+    """Returns what of the machine's peaks the base model's own work takes; the adapters' comes on top."""
+    return {
+        "share_of_matmul_peak": flops / seconds / peaks["matmul_flops_per_s"],
+        "share_of_read_bandwidth": read_bytes / seconds / peaks["read_bytes_per_s"],
+    }
 
 
 def random_bank(config: ModelConfig, num_slots: int) -> Bank:
@@ -142,7 +136,7 @@ def adapter_line(name: str, num_slots: int, block: int, wanted: str, repeats: in
     )
     label = f"{name}: decode step, {num_slots} slots, {len(set(adapters))} adapters in blocks of {block} / base only"
     detail = _step_detail(config, num_slots, decoder.num_context, times, num_steps, peaks)
-    return Line(label, ratio(times["adapters"], times["base"]), wanted, detail)
+    return Line.of_ratio(label, ratio(times["adapters"], times["base"]), wanted, detail)
 
 
 def bank_size_line(name: str, num_slots: int, repeats: int, peaks: dict[str, float]) -> Line:
@@ -164,7 +158,7 @@ def bank_size_line(name: str, num_slots: int, repeats: int, peaks: dict[str, flo
     times = interleave({"base": in_bank(NUM_ADAPTERS + 1), "small": in_bank(2)}, repeats)
     label = f"{name}: one job, bank of {NUM_ADAPTERS + 1} / bank of 2"
     detail = _step_detail(config, num_slots, decoder.num_context, times, num_steps, peaks)
-    return Line(label, ratio(times["base"], times["small"]), "<= 1.05", detail)
+    return Line.of_ratio(label, ratio(times["base"], times["small"]), "<= 1.05", detail)
 
 
 def _step_detail(
@@ -176,14 +170,11 @@ def _step_detail(
     peaks: dict[str, float],
 ) -> dict[str, Any]:
     best_s = times["base"].best_s / num_steps
-    return {
-        "step_s": {name: sample.median_s / num_steps for name, sample in times.items()},
-        "share_of_matmul_peak": step_flops(config, num_slots, num_context) / best_s / peaks["matmul_flops_per_s"],
-        "share_of_read_bandwidth": weight_bytes(config) / best_s / peaks["read_bytes_per_s"],
-    }
+    seconds = {"step_s": {name: sample.median_s / num_steps for name, sample in times.items()}}
+    return seconds | _shares(step_flops(config, num_slots, num_context), weight_bytes(config), best_s, peaks)
 
 
-def group_line(name: str, group: int, wanted: str, repeats: int) -> Line:
+def group_line(name: str, group: int, wanted: str, repeats: int, peaks: dict[str, float]) -> Line:
     """Returns what `group` separate prefills cost against one prefill inserted `group` times."""
     config = SHAPES[name]
     settings = EngineSettings(group, CONTEXT, 3, RANK, prefill_batch=1, prefill_buckets=(GROUP_PROMPT,))
@@ -207,8 +198,9 @@ def group_line(name: str, group: int, wanted: str, repeats: int) -> Line:
 
     times = interleave({"shared": shared, "separate": separate}, repeats)
     label = f"{name}: {group} prefills of {GROUP_PROMPT} tokens / one for the group"
-    detail = {"seconds": {k: v.median_s for k, v in times.items()}}
-    return Line(label, ratio(times["separate"], times["shared"]), wanted, detail)
+    shares = _shares(prefill_flops(config, GROUP_PROMPT), weight_bytes(config), times["shared"].best_s, peaks)
+    detail = {"seconds": {k: v.median_s for k, v in times.items()}} | shares
+    return Line.of_ratio(label, ratio(times["separate"], times["shared"]), wanted, detail)
 
 
 class _Batch:
@@ -290,11 +282,11 @@ def missing_reference(python: str, modules: str) -> str:
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it does not start"])[-1]
 
 
-def generation_lines(name: str, python: str, repeats: int, log: Callable[[str], None]) -> list[Line]:
+def generation_lines(name: str, python: str, repeats: int, log: Callable[[str], None], peaks: dict[str, float]) -> list[Line]:
     """Returns tokens per second at 32 rows against 1, and both against transformers; 32 adapters against peft."""
     config = SHAPES[name]
     params = transformer.init_params(config)
-    many, few, short = 32, 64, 16  # rows; new tokens of each; new tokens with 32 adapters
+    many, few, short = 32, 64, 32  # rows; new tokens of each; new tokens with 32 adapters
     ours = {
         "ours, 1 row": _Batch(config, params, 1, 1, few).run,
         "ours, 32 rows": _Batch(config, params, many, 1, few).run,
@@ -320,16 +312,18 @@ def generation_lines(name: str, python: str, repeats: int, log: Callable[[str], 
     finally:
         for reference in references:
             reference.close()
-    tokens = {"1 row": few, "32 rows": many * few, "32 adapters": many * short}
-    speed = {key: tokens[key.split(", ")[1]] / sample.median_s for key, sample in times.items()}
+    sizes = {"1 row": (1, few), "32 rows": (many, few), "32 adapters": (many, short)}  # rows, new tokens of each
+    speed = {key: math.prod(sizes[key.split(", ")[1]]) / sample.median_s for key, sample in times.items()}
+
+    def detail(case: str) -> dict[str, Any]:
+        rows, new = sizes[case]
+        flops = rows * prefill_flops(config, PROMPT) + (new - 1) * step_flops(config, rows, PROMPT + new // 2)
+        return {"tokens_per_s": speed} | _shares(flops, new * weight_bytes(config), times[f"ours, {case}"].best_s, peaks)
+
     # Seconds per token: the ratio of times at equal work is that of speeds.
     scaled = lambda sample: Samples(tuple(x * many for x in sample.wall_s), tuple(x * many for x in sample.cpu_s))
-    detail = {"tokens_per_s": speed}
-    lines = [
-        Line(
-            f"{name}: tokens/s at 32 slots / at 1", ratio(scaled(times["ours, 1 row"]), times["ours, 32 rows"]), ">= 6", detail
-        )
-    ]
+    gain = ratio(scaled(times["ours, 1 row"]), times["ours, 32 rows"])
+    lines = [Line.of_ratio(f"{name}: tokens/s at 32 slots / at 1", gain, ">= 6", detail("32 rows"))]
     for case, wanted, whom in (
         ("1 row", ">= 1.6", "transformers generate, merged"),
         ("32 rows", ">= 1.15", "transformers generate, merged"),
@@ -337,7 +331,7 @@ def generation_lines(name: str, python: str, repeats: int, log: Callable[[str], 
     ):
         if f"theirs, {case}" in times:
             value = ratio(times[f"theirs, {case}"], times[f"ours, {case}"])
-            lines.append(Line(f"{name}: tokens/s, {case}, ours / {whom}", value, wanted, detail))
+            lines.append(Line.of_ratio(f"{name}: tokens/s, {case}, ours / {whom}", value, wanted, detail(case)))
     return lines
 
 
@@ -357,10 +351,10 @@ def run(
     if done.returncode:
         raise MarlaasError(f"the benchmark's process ended with code {done.returncode}; what it printed says why")
     report = json_format.loads(done.stdout)
-    if json:
-        print(json_format.dumps(report, indent=2))
-    else:
-        Console().print(_table(report))
+    peaks = report["peaks"]
+    title = f"engine, {peaks['matmul_flops_per_s'] / 1e9:.0f} GFLOP/s, {peaks['read_bytes_per_s'] / 1e9:.1f} GB/s"
+    shares = (("of matmul peak", "share_of_matmul_peak"), ("of bandwidth", "share_of_read_bandwidth"))
+    show(report, title, json, shares)
     return report
 
 
@@ -379,48 +373,21 @@ def measure(quick: bool, python: str, cores: int, model: str) -> dict[str, Any]:
     def add(*new: Line) -> None:
         lines.extend(new)
         for line in new:
-            log(f"{line.name}: {line.value} (wanted {line.wanted})")
+            log(f"{line.name}: {line.shown} (wanted {line.wanted})")
 
     add(adapter_line(shape, 32, 1, "<= 1.7" if shape == "tiny" else "<= 1.2", repeats, peaks))
     add(bank_size_line(shape, 32, repeats, peaks))
     if not quick:
         add(adapter_line("tiny", 32, 1, "<= 1.7", 2 * repeats, peaks))
         add(adapter_line("tiny", 128, 4, "<= 1.4", 2 * repeats, peaks))
-    add(group_line(shape, 8, ">= 4.5", repeats))
+    add(group_line(shape, 8, ">= 4.5", repeats, peaks))
     if not quick:
-        add(*generation_lines(shape, python, 5, log))
+        add(*generation_lines(shape, python, 5, log, peaks))
     return {
         "machine": timing.machine() | {"pinned_to_cores": cores if pinned else None},
         "peaks": peaks,
-        "lines": [
-            {
-                "name": line.name,
-                "ratio": line.value.as_dict(),
-                "ratio_text": str(line.value),
-                "wanted": line.wanted,
-                "holds": line.holds,
-                **line.detail,
-            }
-            for line in lines
-        ],
+        "lines": [line.as_dict() for line in lines],
     }
-
-
-def _table(report: dict[str, Any]) -> Table:
-    machine, peaks = report["machine"], report["peaks"]
-    title = (
-        f"engine: {machine['device']}, {machine['cores']} core(s), jax {machine['jax']}, "
-        f"{peaks['matmul_flops_per_s'] / 1e9:.0f} GFLOP/s, {peaks['read_bytes_per_s'] / 1e9:.1f} GB/s"
-    )
-    table = Table(title=title)
-    for heading in ("what", "wall|CPU|best", "wanted", "", "of matmul peak", "of bandwidth"):
-        table.add_column(heading)
-    for line in report["lines"]:
-        shares = [
-            f"{100 * line[key]:.0f}%" if key in line else "" for key in ("share_of_matmul_peak", "share_of_read_bandwidth")
-        ]
-        table.add_row(line["name"], line["ratio_text"], line["wanted"], "yes" if line["holds"] else "no", *shares)
-    return table
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Random weights of a model's shape: time does not depend on their values. Times c
 """
 
 import dataclasses
-import json as json_format
 import shutil
 import statistics
 import tempfile
@@ -20,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
-from rich.table import Table
 
 from marlaas_jax.bench import timing
+from marlaas_jax.bench.report import SHAPES, Line, show
 from marlaas_jax.bench.timing import interleave, ratio
 from marlaas_jax.config import JobConfig
 from marlaas_jax.learner import state, steps
@@ -41,29 +40,6 @@ from marlaas_jax.rl.packing import BlockShape, lay_out_sequence
 RANK = 8
 SPEC = AdapterSpec(RANK, 16.0, ("q", "k", "v", "o", "gate", "up", "down"))
 HEAD_CHUNK = 64
-SHAPES = {
-    "smollm2-135m": ModelConfig("llama", 30, 576, 9, 3, 64, 1536, 49152, 1e5, 1e-5, 8192, True),
-    "tiny": ModelConfig("llama", 4, 128, 4, 2, 32, 384, 256, 1e4, 1e-5, 1024, True),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """One figure of the report; `value` decides, `shown` is printed."""
-
-    name: str
-    value: float
-    shown: str
-    wanted: str  # ">= 0.9", or "" where a figure is only printed
-    detail: dict[str, Any]
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether the figure is within what is wanted; None where nothing is."""
-        if not self.wanted:
-            return None
-        sign, number = self.wanted.split()
-        return self.value <= float(number) if sign == "<=" else self.value >= float(number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,23 +356,7 @@ def run(json: bool = False, quick: bool = False, cores: int = 1, model: str = "s
         lines += made if isinstance(made, list) else [made]
     report = {
         "machine": timing.machine() | {"pinned_to_cores": cores if pinned else None},
-        "lines": [
-            {"name": line.name, "value": line.value, "wanted": line.wanted, "holds": line.holds, **line.detail}
-            for line in lines
-        ],
+        "lines": [line.as_dict() for line in lines],
     }
-    if json:
-        print(json_format.dumps(report, indent=2))
-    else:
-        console.print(_table(report, lines))
+    show(report, "learner", json)
     return report
-
-
-def _table(report: dict[str, Any], lines: list[Line]) -> Table:
-    machine = report["machine"]
-    table = Table(title=f"learner: {machine['device']}, {machine['cores']} core(s), jax {machine['jax']}")
-    for heading in ("what", "wall|CPU|best", "wanted", ""):
-        table.add_column(heading)
-    for line in lines:
-        table.add_row(line.name, line.shown, line.wanted, {True: "yes", False: "no", None: ""}[line.holds])
-    return table

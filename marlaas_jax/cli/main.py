@@ -151,6 +151,15 @@ def bench_learner(quick: Annotated[bool, typer.Option(help="Fewer repeats.")] = 
         learner.run(json=json, quick=quick)
 
 
+@bench_app.command("run")
+def bench_run(quick: Annotated[bool, typer.Option(help="The tiny model, a few steps.")] = False, json: Json = False) -> None:
+    """One job by `marlaas run` against a plain loop in one process; how long decoding waits for training."""
+    from marlaas_jax.bench import run
+
+    with one_sentence():
+        run.run(json=json, quick=quick)
+
+
 def main() -> None:
     """Entry point of the `marlaas` command."""
     try:

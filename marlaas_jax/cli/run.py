@@ -12,14 +12,18 @@ import yaml
 from marlaas_jax import plots
 from marlaas_jax.cli import live
 from marlaas_jax.config import RunConfig, load_run
-from marlaas_jax.errors import InvalidConfig, NotFound
+from marlaas_jax.errors import InvalidConfig, NotFound, user_error
 from marlaas_jax.workers import controller
 
 EXIT_JOB_FAILED = 1
+EXIT_JOB_REFUSED = 2
 
 
 def run(files: list[Path], directory: Path | None, resume: bool, overrides: list[str], check: bool, json: bool) -> int:
-    """Returns the exit code: 0 if every job succeeded, else 1. Raises UserError for what the caller can mend."""
+    """Returns the exit code: 0 if every job succeeded, 2 if what failed is for the caller to mend, else 1.
+
+    Raises UserError where that is known before the jobs start.
+    """
     config = resolve(files, directory, resume, overrides)
     if check:
         print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
@@ -45,7 +49,9 @@ def run(files: list[Path], directory: Path | None, resume: bool, overrides: list
         console.print(
             f"{result.elapsed_s:.0f} s in all; plot {plot}; adapters in {run_dir}/jobs/*/adapter", markup=False, soft_wrap=True
         )
-    return 0 if result.succeeded else EXIT_JOB_FAILED
+    if result.succeeded:
+        return 0
+    return EXIT_JOB_REFUSED if all(user_error(job.kind) for job in result.jobs if job.reason) else EXIT_JOB_FAILED
 
 
 def resolve(files: list[Path], directory: Path | None, resume: bool, overrides: list[str]) -> RunConfig:

@@ -1,5 +1,6 @@
 """Builds the device side of a run: the base loaded once, the sampler and the learner that share it, every program compiled."""
 
+import dataclasses
 import logging
 import os
 import time
@@ -14,6 +15,7 @@ from marlaas_jax.engine.engine import EngineSettings
 from marlaas_jax.engine.sampler import Sampler
 from marlaas_jax.learner.learner import Learner
 from marlaas_jax.model import load, source
+from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.model.identity import identity
 from marlaas_jax.text.tokenizer import Tokenizer
 
@@ -60,15 +62,29 @@ def engine_settings(run: RunConfig, dtype: str) -> EngineSettings:
     )
 
 
-def build(run: RunConfig, progress: Callable[[int, int], None] = lambda done, total: None) -> ColocatedDevice:
-    """Returns the device, warmed up. `progress(done, total)` counts compiled programs. Raises UserError with one sentence."""
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The two stages on one base, every program compiled, with what belongs to the base."""
+
+    folder: Path
+    model: ModelConfig
+    dtype: str
+    tokenizer: Tokenizer
+    sampler: Sampler
+    learner: Learner
+
+
+Progress = Callable[[int, int], None]
+
+
+def build_stages(run: RunConfig, progress: Progress = lambda done, total: None) -> Stages:
+    """Returns the stages, warmed up. `progress(done, total)` counts compiled programs. Raises UserError with one sentence."""
     use_compilation_cache()
     runtime = run.runtime
     folder = source.resolve(runtime.model)
     dtype = resolve_dtype(runtime.dtype)
     model, params = load.load(folder, dtype, is_unrolled(runtime.layers))
     tokenizer = Tokenizer.load(folder, runtime.chat_template)
-    template = None if runtime.chat_template is None else Path(runtime.chat_template).read_text()
     sampler = Sampler(model, params, engine_settings(run, dtype), tokenizer, time.monotonic)
     learner = Learner.from_runtime(
         model,
@@ -94,14 +110,21 @@ def build(run: RunConfig, progress: Callable[[int, int], None] = lambda done, to
 
     sampler.warmup(compiled)  # last: it counts compiles from here on
     log.info("all programs compiled count=%d seconds=%.1f", total, time.monotonic() - start)
-    canary = tokenizer.encode(CANARY_TEXT)[: min(CANARY_TOKENS, runtime.engine.max_context)]
+    return Stages(folder, model, dtype, tokenizer, sampler, learner)
+
+
+def build(run: RunConfig, progress: Progress = lambda done, total: None) -> ColocatedDevice:
+    """Returns the device, warmed up; as `build_stages`."""
+    stages, runtime = build_stages(run, progress), run.runtime
+    template = None if runtime.chat_template is None else Path(runtime.chat_template).read_text()
+    canary = stages.tokenizer.encode(CANARY_TEXT)[: min(CANARY_TOKENS, runtime.engine.max_context)]
     return ColocatedDevice(
-        model=model,
-        sampler=sampler,
-        learner=learner,
-        identity=identity(folder, template),
+        model=stages.model,
+        sampler=stages.sampler,
+        learner=stages.learner,
+        identity=identity(stages.folder, template),
         canary_ids=canary,
-        dtype=dtype,
+        dtype=stages.dtype,
         max_rank=runtime.bank.max_rank,
         clock=time.monotonic,
     )

@@ -2,7 +2,8 @@
 
 Owns the jobs' life on the device: opening (fresh, from a PEFT folder, from another run, or resumed), publishing with its two
 proofs (fingerprint and canary), checkpoints, export, closing. Dispatch by dispatch it chooses between the sampler and the
-learner so that both get an equal share of the device while both have work. A fault of one job fails that job only.
+learner so that both get an equal share of the device while both have work; but decoding never waits for two dispatches of the
+learner in a row. A fault of one job fails that job only.
 """
 
 import dataclasses
@@ -79,11 +80,13 @@ class ColocatedDevice:
         self._identity, self._canary_ids, self._dtype, self._max_rank = identity, canary_ids, dtype, max_rank
         self._clock, self._transfer = clock, transfer
         self._jobs: dict[str, _Job] = {}
+        self._stage = ""  # that had the last dispatch
         self._service_s = {"sampler": 0.0, "learner": 0.0}
         self._busy_s = {"sampler": 0.0, "learner": 0.0, "publish": 0.0}
         self._learner_busy_s: dict[str, float] = {}  # by job
         self._trained_tokens = 0.0
-        self.longest_learner_dispatch_s = 0.0
+        self._longest_s = {"learner/longest_dispatch_s": 0.0, "sampler/longest_wait_s": 0.0}
+        self._sampler_waits_since: float | None = None
 
     # ---- messages
 
@@ -115,14 +118,20 @@ class ColocatedDevice:
         sampler, learner = self._sampler.has_work(), self._learner.has_work()
         if not sampler and not learner:
             return self._poll_saves()
-        stage = self._choose() if sampler and learner else "sampler" if sampler else "learner"
         start = self._clock()
+        if sampler and self._sampler_waits_since is None:
+            self._sampler_waits_since = start
+        stage = self._choose() if sampler and learner else "sampler" if sampler else "learner"
+        self._stage = stage
+        if stage == "sampler" and self._sampler_waits_since is not None:
+            self._note("sampler/longest_wait_s", start - self._sampler_waits_since)
+            self._sampler_waits_since = None
         done = self._sampler.step() if stage == "sampler" else self._learner.step()
         spent = self._clock() - start
         self._busy_s[stage] += spent
         self._service_s[stage] += spent
         if stage == "learner":
-            self.longest_learner_dispatch_s = max(self.longest_learner_dispatch_s, spent)
+            self._note("learner/longest_dispatch_s", spent)
         out: list[Message] = []
         for message in done:
             out += self._after_step(message) if isinstance(message, StepDone) else self._after(message)
@@ -154,8 +163,8 @@ class ColocatedDevice:
         return busy | jobs | {"sampled_tokens": sampled, "prefilled_tokens": prefilled, "trained_tokens": self._trained_tokens}
 
     def gauges(self) -> dict[str, float]:
-        """Returns what holds now."""
-        return self._sampler.counters() | {"learner/longest_dispatch_s": self.longest_learner_dispatch_s}
+        """Returns what holds now; besides, so far, the longest dispatch of the learner and the longest wait of decoding."""
+        return self._sampler.counters() | self._longest_s
 
     def queued(self) -> dict[str, int]:
         """Returns the requests that wait in the sampler, by job."""
@@ -166,10 +175,18 @@ class ColocatedDevice:
         return self._sampler.compiles_since_warmup()
 
     def _choose(self) -> str:
-        """The stage with less service so far; one that comes back from idling claims at most MAX_LEAD_S."""
+        """The stage with less service so far; one that comes back from idling claims at most MAX_LEAD_S.
+
+        The learner has no two turns in a row: what it lacks then, it gets once the sampler has less to do.
+        """
+        if self._stage == "learner":
+            return "sampler"
         low, high = sorted(self._service_s, key=self._service_s.__getitem__)
         self._service_s[low] = max(self._service_s[low], self._service_s[high] - MAX_LEAD_S)
         return low
+
+    def _note(self, name: str, seconds: float) -> None:
+        self._longest_s[name] = max(self._longest_s[name], seconds)
 
     def _for_job(self, message: Any, action: Callable[[_Job, Any], list[Message]]) -> list[Message]:
         """Runs `action` unless the job is unknown or the message is of another incarnation."""
@@ -189,12 +206,7 @@ class ColocatedDevice:
             if old.incarnation >= message.incarnation:
                 return []
             self._close(message.job)
-        spec = AdapterSpec(
-            config.lora.rank,
-            config.lora.alpha,
-            config.lora.targets,
-            config.seed if config.lora.seed is None else config.lora.seed,
-        )
+        spec = initial.spec_of_job(config)
         try:
             checkpoints = JobCheckpoints(Path(message.job_dir) / "checkpoints", config.checkpoint.keep)
         except MarlaasError as error:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from marlaas_jax.checkpoint.job_checkpoints import JobCheckpoints, JobState
+from marlaas_jax.config import JobConfig
 from marlaas_jax.errors import InvalidConfig, NotFound
 from marlaas_jax.learner.state import unflatten
 from marlaas_jax.lora import peft_format
@@ -41,6 +42,12 @@ def read_run_step(source: str) -> JobState:
     if state is None:
         raise NotFound(f"{source!r}: the job has no committed step yet")
     return state
+
+
+def spec_of_job(job: JobConfig) -> AdapterSpec:
+    """Returns the specification of the adapter that a job asks for."""
+    seed = job.seed if job.lora.seed is None else job.lora.seed
+    return AdapterSpec(job.lora.rank, job.lora.alpha, job.lora.targets, seed)
 
 
 def spec_of(state: JobState) -> AdapterSpec:

@@ -1,9 +1,7 @@
 """One queue per job; the job furthest behind its weighted share of tokens goes first.
 
-A job's share is counted as tokens served over its weight. A job that comes back from idling starts level with the job served
-last, so idling earns nothing (start-time fair queueing, Goyal et al. 1996). When the job at the front cannot start (no adapter
-slot is free), others may overtake it, but by no more than `max_overtaking_tokens` together: then only what has begun goes on,
-and that ends in bounded time.
+When the job at the front cannot start (no adapter slot is free), others may overtake it, but by no more than
+`max_overtaking_tokens` together: then only what has begun goes on, and that ends in bounded time.
 """
 
 import dataclasses
@@ -11,14 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from marlaas_jax.fairness import Shares
+
 Item = TypeVar("Item")
 
 
 @dataclasses.dataclass
 class _Job(Generic[Item]):
-    weight: float
     items: deque[Item]
-    served: float = 0.0  # tokens over weight
     overtaken_tokens: float = 0.0  # what others were served since this job was first passed over
 
 
@@ -27,8 +25,8 @@ class FairQueue(Generic[Item]):
 
     def __init__(self, max_overtaking_tokens: float):
         self.max_overtaking_tokens = max_overtaking_tokens
+        self._shares = Shares()
         self._jobs: dict[str, _Job[Item]] = {}
-        self._level = 0.0  # where the job served last stood when its turn came
 
     def __len__(self) -> int:
         return sum(len(job.items) for job in self._jobs.values())
@@ -39,13 +37,10 @@ class FairQueue(Generic[Item]):
 
     def push(self, name: str, item: Item, weight: float = 1.0) -> None:
         """Appends an item; `weight` is the job's from now on."""
-        if name not in self._jobs:
-            self._jobs[name] = _Job(weight, deque())
-        job = self._jobs[name]
+        self._shares.add(name, weight)
+        job = self._jobs.setdefault(name, _Job(deque()))
         if not job.items:
-            job.served = max(job.served, self._level)
             job.overtaken_tokens = 0.0
-        job.weight = weight
         job.items.append(item)
 
     def next(self, fits: Callable[[Item], bool], has_begun: Callable[[Item], bool]) -> tuple[str, Item] | None:
@@ -53,9 +48,8 @@ class FairQueue(Generic[Item]):
 
         fits: the item could start now. has_begun: a part of it has, so that others wait for what it holds.
         """
-        waiting = sorted((job.served, name) for name, job in self._jobs.items() if job.items)
         is_held_up = False
-        for _, name in waiting:
+        for name in self._shares.order(self.lengths()):
             job = self._jobs[name]
             if fits(job.items[0]) and (has_begun(job.items[0]) or not is_held_up):
                 return name, job.items[0]
@@ -64,18 +58,16 @@ class FairQueue(Generic[Item]):
 
     def charge(self, name: str, tokens: float) -> None:
         """Counts tokens as served to a job whose turn it is; where the number is not known yet, an estimate."""
-        job = self._jobs[name]
-        for other in self._jobs.values():
-            if other.items and other.served < job.served:
-                other.overtaken_tokens += tokens
-        self._level = max(self._level, job.served)
-        job.served += tokens / job.weight
-        job.overtaken_tokens = 0.0
+        for other, waiting in self._jobs.items():
+            if waiting.items and self._shares.served(other) < self._shares.served(name):
+                waiting.overtaken_tokens += tokens
+        self._shares.charge(name, tokens)
+        self._jobs[name].overtaken_tokens = 0.0
 
     def correct(self, name: str, tokens: float) -> None:
         """Adds what an estimate was short of, or takes back what it was too much; a job that has gone is ignored."""
-        if name in self._jobs:
-            self._jobs[name].served += tokens / self._jobs[name].weight
+        if name in self._shares:
+            self._shares.charge(name, tokens)
 
     def remove(self, name: str, item: Item) -> None:
         """Takes out one item: it has started in full, or was cancelled."""
@@ -83,5 +75,6 @@ class FairQueue(Generic[Item]):
 
     def forget(self, name: str) -> list[Item]:
         """Takes a job out, and returns what was waiting."""
+        self._shares.remove(name)
         job = self._jobs.pop(name, None)
         return [] if job is None else list(job.items)

@@ -17,12 +17,12 @@ import numpy as np
 
 from marlaas_jax.config import JobConfig, RuntimeConfig
 from marlaas_jax.errors import CorruptFile, InternalError, InvalidRequest, NotFound, WrongWeights
+from marlaas_jax.fairness import Shares
 from marlaas_jax.learner import buckets, figures, rows, state
 from marlaas_jax.learner.batch import SCORE_BASE, SCORE_PROXIMAL, TRAIN, Batch, Work
 from marlaas_jax.learner.buckets import LearnerSizes
 from marlaas_jax.learner.cost import CostModel, Unit, layer_ops
 from marlaas_jax.learner.executor import Chain, Executor
-from marlaas_jax.learner.fairness import FairQueue
 from marlaas_jax.learner.schedule import learning_rate
 from marlaas_jax.lora.adapter import AdapterSpec, Weights, init_weights
 from marlaas_jax.lora.snapshot import Snapshot, fingerprint
@@ -82,7 +82,7 @@ class Learner:
         self._executor = Executor(model, params, sizes, num_slots, max_rank)
         self._free_slots = list(range(num_slots - 1, 0, -1))
         self._jobs: dict[str, _Job] = {}
-        self._queue = FairQueue()
+        self._shares = Shares()
         self._cost = CostModel()
         self._running: _Running | None = None
         self.counters = {"micro_batches": 0, "padded_tokens": 0, "tokens": 0, "updates": 0, "scored_micro_batches": 0}
@@ -143,14 +143,14 @@ class Learner:
         executor.place(added.slot, weights, first, second, spec.scale)
         self._free_slots.pop()
         self._jobs[job] = added
-        self._queue.add(job, config.weight)
+        self._shares.add(job, config.weight)
 
     def remove_job(self, job: str) -> None:
         """Closes a job and wipes its slot: weights, moments, gradients, counters (H02). An unknown job is no error."""
         removed = self._jobs.pop(job, None)
         if removed is None:
             return
-        self._queue.remove(job)
+        self._shares.remove(job)
         if self._running is not None:
             self._running.chain.redirect(removed.slot)
         self._executor.wipe(removed.slot)
@@ -234,7 +234,7 @@ class Learner:
     def _waiting(self) -> list[_Job]:
         """Returns the jobs with blocks to run, in the order of the queue."""
         names = [job.name for job in self._live() if job.batches and job.batches[0].waiting()]
-        return [self._jobs[name] for name in self._queue.order(names)]
+        return [self._jobs[name] for name in self._shares.order(names)]
 
     def _start(self, waiting: list[_Job]) -> _Running:
         """Takes blocks of one shape and kind from the waiting jobs and makes them a micro-batch."""
@@ -247,7 +247,7 @@ class Learner:
             for taken in fitting[: shape.blocks - len(work)]:
                 queue.remove(taken)
                 work.append((job, taken))
-                self._queue.charge(job.name, shape.tokens_per_block)
+                self._shares.charge(job.name, shape.tokens_per_block)
         layout = lay_out(shape, [w.block for _, w in work], self.sizes.capacity, self.sizes.num_rows, self.sizes.num_suffix)
         slots = np.zeros(shape.blocks, np.int32)
         for m, (job, w) in enumerate(work):

@@ -5,6 +5,8 @@ any reward is replaced by a new attempt of its ticket; after `max_attempts` of t
 the job says, and a step of empty places only fails the job in any case.
 """
 
+from collections.abc import Iterable
+
 from marlaas_jax.messages import Generated, JobReady, StepDone, TrainBatch
 from marlaas_jax.rollout import settings as limits
 from marlaas_jax.rollout.batches import ScoredGroup, batch_metrics, score
@@ -40,6 +42,7 @@ class JobRollout:
         self.tally = self.runner.tally
         self._evaluation = Evaluation(settings.eval_items)
         self._scored: dict[int, ScoredGroup] = {}
+        self._too_long: set[int] = set()  # tickets given up because no prompt of theirs fits into the context
         self._last_trained = now
         if eval_before and settings.eval_items:
             self._evaluation.begin("before")
@@ -150,9 +153,11 @@ class JobRollout:
         if self.book.fail(group.ticket, final=final):
             return
         s = self.settings
+        if final:
+            self._too_long.add(group.ticket)
         reason = f"ticket {group.ticket} failed {self.book.failures(group.ticket)} times, last: {self.runner.last_failure}"
         if s.fail_when_exhausted:
-            self._give_up("EnvironmentFailed", reason, now)
+            self._give_up(self._blame([group.ticket]), reason, now)
             return
         self.commands.append(Note(s.name, "ticket_given_up", reason))
         self.book.give_up(group.ticket)
@@ -169,10 +174,10 @@ class JobRollout:
                 return
             groups = [self._scored.pop(ticket) for ticket in chosen if ticket in self._scored]
             if not groups:
-                self._give_up(
-                    "EnvironmentFailed", f"no group of batch {step} could be scored, last: {self.runner.last_failure}", now
-                )
+                reason = f"no group of batch {step} could be scored, last: {self.runner.last_failure}"
+                self._give_up(self._blame(chosen), reason, now)
                 return
+            self._too_long.difference_update(chosen)
             metrics = batch_metrics(
                 groups, step=step, batches_of=self.versions.batches, num_empty=s.groups_per_batch - len(groups)
             )
@@ -228,6 +233,10 @@ class JobRollout:
     def _done(self) -> None:
         self.state = "done"
         self.commands.append(JobDone(self.settings.name, self.book.steps_done))
+
+    def _blame(self, tickets: Iterable[int]) -> str:
+        """Returns what gave these tickets up: prompts that nobody could serve, or the environment."""
+        return "InvalidRequest" if self._too_long.issuperset(tickets) else "EnvironmentFailed"
 
     def _give_up(self, kind: str, reason: str, now: float) -> None:
         if self.state != "running":

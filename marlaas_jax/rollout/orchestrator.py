@@ -1,12 +1,12 @@
 """The rollouts of all jobs: shares the environment pools between them and routes events and commands.
 
-Running episodes of a pool are shared by deficit-weighted round robin; the sampler's and the learner's queues are shared by
-those stages themselves. One job's fault ends that job: events of a job that is gone are ignored.
+A pool's episodes are shared between the jobs by weight, counted as they start; the sampler and the learner share their own
+tokens. One job's fault ends that job: events of a job that is gone are ignored.
 """
 
-import math
 from collections.abc import Callable
 
+from marlaas_jax.fairness import Shares
 from marlaas_jax.messages import (
     EnvClose,
     EnvDone,
@@ -20,7 +20,6 @@ from marlaas_jax.messages import (
 )
 from marlaas_jax.rollout import settings as limits
 from marlaas_jax.rollout.commands import Command, JobGivenUp, KillWorker, Note, Send, ToEnv, TurnKey
-from marlaas_jax.rollout.fair_queue import FairQueue
 from marlaas_jax.rollout.job import JobRollout
 from marlaas_jax.rollout.pools import Call, EpisodeKey, Pool, Worker
 from marlaas_jax.rollout.settings import RolloutSettings
@@ -36,7 +35,7 @@ class Orchestrator:
         self.pools: dict[str, Pool] = {}
         self.max_episodes_per_worker = max_episodes_per_worker
         self._pool_of: dict[str, str] = {}
-        self._queues: dict[str, FairQueue] = {}
+        self._shares: dict[str, Shares] = {}
         self._workers: dict[str, Pool] = {}
         self._commands: list[Command] = []
 
@@ -46,9 +45,9 @@ class Orchestrator:
         """Says which pool a job's episodes run in; before its rollouts start."""
         if pool not in self.pools:
             self.pools[pool] = Pool(pool, self.max_episodes_per_worker)
-            self._queues[pool] = FairQueue()
+            self._shares[pool] = Shares()
         self.pools[pool].jobs.add(job)
-        self._queues[pool].add(job, weight)
+        self._shares[pool].add(job, weight)
         self._pool_of[job] = pool
 
     def on_worker_ready(self, pool: str, worker_id: str, job: str, now: float) -> None:
@@ -97,7 +96,7 @@ class Orchestrator:
             return
         pool = self.pools[name]
         pool.jobs.discard(job)
-        self._queues[name].remove(job)
+        self._shares[name].remove(job)
         for worker in pool.workers.values():
             worker.jobs.discard(job)
         self._pump(now)
@@ -250,13 +249,13 @@ class Orchestrator:
         ready = {job for worker in pool.workers.values() for job in worker.jobs if job in self.jobs}
         running = sum(self.jobs[job].num_running for job in pool.jobs if job in self.jobs)
 
-        def cost_of(job: str) -> int | None:
-            return self.jobs[job].next_cost() if job in ready else None
-
-        def room() -> float:
-            return pool.capacity - running if running else math.inf  # a group larger than the pool runs alone
-
-        while job := self._queues[pool.name].next(cost_of, room()):
+        while costs := {job: cost for job in ready if (cost := self.jobs[job].next_cost()) is not None}:
+            job = self._shares[pool.name].order(costs)[0]
+            # A group larger than the pool runs alone. Else nobody starts where the first has no room: small groups would keep a
+            # large one out for ever.
+            if running and costs[job] > pool.capacity - running:
+                break
+            self._shares[pool.name].charge(job, costs[job])
             before = self.jobs[job].num_running
             self.jobs[job].start_next(now)
             running += self.jobs[job].num_running - before

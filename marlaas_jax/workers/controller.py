@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from marlaas_jax.config import RunConfig
-from marlaas_jax.errors import InternalError, InvalidConfig, StorageError, UserError, WorkerLost
+from marlaas_jax.errors import InternalError, InvalidConfig, InvalidRequest, StorageError, UserError, WorkerLost, user_error
 from marlaas_jax.messages import (
     AddJob,
     CancelGenerate,
@@ -60,7 +60,7 @@ from marlaas_jax.rollout.orchestrator import Orchestrator
 from marlaas_jax.text.tokenizer import Tokenizer
 from marlaas_jax.transport.flow import PeerLost
 from marlaas_jax.transport.server import Server
-from marlaas_jax.workers.controller_device import SILENCE_S, DeviceLink, user_error
+from marlaas_jax.workers.controller_device import SILENCE_S, DeviceLink
 from marlaas_jax.workers.controller_files import Log, writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_processes import Processes
@@ -304,8 +304,8 @@ class Controller:
                 self._on_lost(worker_id, message, now)
             case WorkerFailed():
                 self._last_words[worker_id] = f"{message.kind}: {message.text}"
-                if worker_id == self._device.worker_id and (error := user_error(message)):
-                    self._end_run(error)
+                if worker_id == self._device.worker_id and (kind := user_error(message.kind)):
+                    self._end_run(kind(message.text))
             case _:
                 log.warning("message ignored type=%s worker_id=%s", type(message).__name__, worker_id)
 
@@ -334,13 +334,13 @@ class Controller:
         job = self.jobs[message.job]
         name = self._processes.name_of(worker_id)
         is_data = name == job.data_worker
-        if message.error:
+        if error := message.error or self._reply_fault(job, message):
             what = "data" if is_data else "environment"
-            self._event("load_failed", job.name, what=what, text=message.error)
+            self._event("load_failed", job.name, what=what, text=error)
             if not job.is_resumed:
-                self._end_run(InvalidConfig(f"job {job.name!r}: {message.error.strip().splitlines()[-1]}"))
+                self._end_run(InvalidConfig(f"job {job.name!r}: {error.strip().splitlines()[-1]}"))
             else:
-                self._fail_job(job, "EnvironmentFailed", f"its {what} cannot be loaded any more: {message.error}")
+                self._fail_job(job, "EnvironmentFailed", f"its {what} cannot be loaded any more: {error}")
             return
         if is_data:
             is_again = job.data_ready is not None
@@ -351,6 +351,15 @@ class Controller:
             job.env_ready = job.env_ready or message
             self.orchestrator.on_worker_ready(self._processes.pool_of(name), worker_id, job.name, now)
         self._begin_if_ready(job, now)
+
+    def _reply_fault(self, job: Job, message: EnvLoaded) -> str:
+        """Returns why the model's chat template cannot hold what the environment answers; an empty text if it can."""
+        try:
+            if message.reply_roles:
+                self._renderer.tokenizer.check_followups(message.reply_roles)
+        except InvalidRequest as error:
+            return f"env={job.config.env!r} answers in turns of the role {'/'.join(message.reply_roles)}, but {error}"
+        return ""
 
     def _begin_if_ready(self, job: Job, now: float) -> None:
         if job.state != STARTING or job.device_ready is None or job.missing():

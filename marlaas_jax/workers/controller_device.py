@@ -1,8 +1,6 @@
 """What the controller knows of the device's process: which one it is, when it spoke last, what it is busy with."""
 
-from marlaas_jax import errors
-from marlaas_jax.errors import UserError
-from marlaas_jax.messages import DeviceStatus, WorkerFailed
+from marlaas_jax.messages import DeviceStatus
 
 SILENCE_S = 900.0  # it says something every second, and between two compilations
 
@@ -52,12 +50,6 @@ class DeviceLink:
     def share_of(self, job: str) -> float:
         """Returns a job's share of the last second."""
         return _normalised(self.status.busy_by_job_s, self.status.busy_s).get(job, 0.0) if self.status else 0.0
-
-
-def user_error(message: WorkerFailed) -> UserError | None:
-    """Returns the error that a worker died of, where it is one that the caller can mend."""
-    found = getattr(errors, message.kind, None)
-    return found(message.text) if isinstance(found, type) and issubclass(found, UserError) else None
 
 
 def _normalised(seconds: dict[str, float], whole: dict[str, float]) -> dict[str, float]:

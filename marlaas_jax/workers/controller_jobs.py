@@ -40,8 +40,8 @@ class Job:
         self.started = time.monotonic()
         is_file = config.env.rpartition(":")[0].endswith(".py")  # a user's own code
         self.pool = f"job-{self.name}" if is_file else f"env-{config.env.partition(':')[0]}"
-        # the items of a user's file come out of running it; whatever that does, other jobs' items are elsewhere
-        self.data_worker = "data-files" if is_file and config.data is None else "data"
+        # The items of a user's file come out of running it; whatever that does, other jobs' items are elsewhere.
+        self.data_worker = f"data-{self.name}" if is_file and config.data is None else "data"
         self._tokens_counted = 0
 
     @property

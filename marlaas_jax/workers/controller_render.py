@@ -21,7 +21,7 @@ class Renderer:
     """Renders observations off the event loop; `on_rendered` is called in it."""
 
     def __init__(self, tokenizer: Tokenizer, on_rendered: OnRendered):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._on_rendered = on_rendered
         self._executor = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "marlaas-render")
         self._prompts: dict[tuple[int, ...], str] = {}
@@ -36,7 +36,7 @@ class Renderer:
         if ids not in self._prompts:
             if len(self._prompts) >= MAX_PROMPTS:
                 self._prompts.clear()
-            self._prompts[ids] = self._tokenizer.decode(ids, skip_special=False)
+            self._prompts[ids] = self.tokenizer.decode(ids, skip_special=False)
         return self._prompts[ids]
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class Renderer:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _to_ids(self, command: Render) -> tuple[int, ...]:
-        seen, tokenizer = command.observation, self._tokenizer
+        seen, tokenizer = command.observation, self.tokenizer
         if seen.text is not None:
             return tuple(tokenizer.encode_prompt(seen.text) if command.first else tokenizer.encode(seen.text))
         assert seen.messages is not None

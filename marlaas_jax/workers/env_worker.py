@@ -60,6 +60,7 @@ class _Loaded:
     name: str
     args: dict[str, Any]
     family: EnvFamily
+    reply_roles: tuple[str, ...]
 
 
 @dataclasses.dataclass
@@ -140,11 +141,16 @@ class EnvWorker:
             if isinstance(found, str):
                 self._send(EnvLoaded(message.job, message.incarnation, error=found))
                 return
-            known = self._loaded[message.job] = _Loaded(message.incarnation, message.env, message.env_args, found)
+            family, roles = found
+            known = self._loaded[message.job] = _Loaded(message.incarnation, message.env, message.env_args, family, roles)
             log.info("environment loaded job=%s env=%s", message.job, message.env)
         retry = getattr(known.family, "retry", "") != "never"
         prompt_once = bool(known.family.prompt_once)
-        self._send(EnvLoaded(message.job, message.incarnation, prompt_once=prompt_once, retry_lost=retry))
+        self._send(
+            EnvLoaded(
+                message.job, message.incarnation, prompt_once=prompt_once, retry_lost=retry, reply_roles=known.reply_roles
+            )
+        )
 
     def _on_reset(self, message: EnvReset) -> None:
         known = self._episodes.get(message.episode_id)
@@ -293,8 +299,8 @@ class EnvWorker:
             _exit(EXIT_BLOCKED)
 
 
-def _find_family(name: str, args: dict[str, Any]) -> EnvFamily | str:
-    """Returns the family after trying its arguments, or one sentence."""
+def _find_family(name: str, args: dict[str, Any]) -> tuple[EnvFamily, tuple[str, ...]] | str:
+    """Returns (family, the roles its environments reply in) after trying its arguments, or one sentence."""
     try:
         family = registry.load(name)
         env = registry.make(family, name, args)
@@ -303,7 +309,7 @@ def _find_family(name: str, args: dict[str, Any]) -> EnvFamily | str:
     close = getattr(env, "close", None)
     if close is not None and not asyncio.iscoroutinefunction(close):
         close()
-    return family
+    return family, tuple(map(str, getattr(env, "reply_roles", ())))
 
 
 async def _serve(client: Client) -> None:

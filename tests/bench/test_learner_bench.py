@@ -8,11 +8,6 @@ from marlaas_jax.bench import learner as bench
 from marlaas_jax.model import transformer
 
 
-def test_verdicts():
-    line = lambda value, wanted: bench.Line("x", value, "", wanted, {}).holds
-    assert line(0.95, ">= 0.9") and not line(0.85, ">= 0.9") and line(1.4, "<= 1.4") and line(9.0, "") is None
-
-
 def test_optimizer_state_grows_with_the_number_of_adapters():
     assert bench.state_line("tiny").value == pytest.approx(1.0)
 

@@ -8,6 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from marlaas_jax.cli.main import app
+from marlaas_jax.config import load_run
 from marlaas_jax.model import source
 
 GOOD = {"name": "upper", "env": "tiny:upper", "steps": 1}
@@ -147,3 +148,54 @@ def test_overrides_reach_names_with_dots_and_sections_that_are_empty(tmp_path):
 def test_a_prompt_longer_than_the_model_allows():
     sentence = refuse("sample", "upper " + "a" * 2000, "--model", "tiny", "--max-tokens", "8")
     assert "2007 tokens" in sentence, sentence
+
+
+def test_h21_a_template_that_cannot_take_an_environments_answers_is_refused_before_the_job_starts(tmp_path):
+    (tmp_path / "last_only.jinja").write_text("{{ messages[-1].content }}{{ eos_token }}")
+    document = {
+        "runtime": {"model": "tiny", "chat_template": "last_only.jinja"},
+        "jobs": [GOOD | {"env": "guess", "env_args": {"chat": True}}],
+    }
+    sentence = refuse("run", write(tmp_path / "job.yaml", document), "--dir", tmp_path / "run")
+    assert "env='guess'" in sentence and "role user" in sentence and "the chat template" in sentence, sentence
+
+
+def test_h22_a_job_whose_prompts_are_all_longer_than_the_context_is_the_callers_to_mend(tmp_path):
+    document = {
+        "runtime": {"model": "tiny", "engine": {"max_context": 64, "num_decode_slots": 4}},
+        "jobs": [
+            GOOD
+            | {
+                "env": f"{tmp_path}/long.py:reward",
+                "sampling": {"max_tokens": 8},
+                "rollout": {"group_size": 2, "groups_per_batch": 2},
+            }
+        ],
+    }
+    (tmp_path / "long.py").write_text("ITEMS = ['a' * 90] * 4\ndef reward(prompt, completion): return 1.0\n")
+    file = write(tmp_path / "job.yaml", document)
+    result = CliRunner().invoke(app, ["run", str(file), "--dir", str(tmp_path / "run"), "--json"])
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert result.exit_code == 2, result.output
+    reason = summary["jobs"][0]["reason"]
+    assert "90 tokens" in reason and "max_context=64" in reason, reason
+    assert summary["jobs"][0]["kind"] == "InvalidRequest"
+
+
+def test_paths_are_relative_to_the_job_file_and_in_overrides_to_the_working_directory(tmp_path, monkeypatch):
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    for folder in (inner, outer):
+        (folder / "data").mkdir(parents=True)
+    job = GOOD | {"env_args": {"path": "data", "other": "data"}, "data": {"source": "jsonl:items.jsonl"}}
+    file = write(inner / "job.yaml", {"runtime": {"chat_template": "a.jinja"}, "jobs": [job]})
+    monkeypatch.chdir(outer)
+    config = load_run([file])
+    assert config.jobs[0].env_args == {"path": str(inner / "data"), "other": "data"}
+    assert config.jobs[0].data.source == f"jsonl:{inner}/items.jsonl"
+    assert config.runtime.chat_template == str(inner / "a.jinja")
+    changes = ["jobs.*.data.source=parquet:b.parquet", "runtime.chat_template=b.jinja", "jobs.*.lora.init_from=run/job"]
+    config = load_run([file], [*changes, "jobs.*.env=mine.py:reward"])
+    assert config.jobs[0].data.source == f"parquet:{outer}/b.parquet"
+    assert config.runtime.chat_template == str(outer / "b.jinja")
+    assert config.jobs[0].lora.init_from == str(outer / "run/job") and config.jobs[0].env == f"{outer}/mine.py:reward"
+    assert config.jobs[0].env_args["path"] == str(inner / "data")

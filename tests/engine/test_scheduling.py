@@ -108,6 +108,7 @@ def test_idling_earns_nothing():
     queue: FairQueue[int] = FairQueue(1e9)
     for i in range(101):
         queue.push("a", i)
+        assert queue.next(lambda item: True, lambda item: False) == ("a", 0)
         queue.charge("a", 10.0)
     queue.push("b", 0)
     turns = []

@@ -1,4 +1,4 @@
-"""Schedules, fairness, buckets and the cost model: plain arithmetic."""
+"""Schedules, buckets and the cost model: plain arithmetic."""
 
 import dataclasses
 
@@ -8,7 +8,6 @@ from marlaas_jax.config import LearnerSection, OptimizerConfig
 from marlaas_jax.errors import InvalidConfig
 from marlaas_jax.learner import buckets
 from marlaas_jax.learner.cost import CostModel, Unit
-from marlaas_jax.learner.fairness import FairQueue
 from marlaas_jax.learner.schedule import learning_rate
 from marlaas_jax.model.config import ModelConfig
 
@@ -30,30 +29,6 @@ def test_no_step_has_rate_zero_before_the_end():
     config = OptimizerConfig(schedule="cosine", warmup_steps=3)
     assert all(learning_rate(config, step, 10) > 0 for step in range(10))
     assert learning_rate(OptimizerConfig(schedule="linear"), 99, 10) == 0.0
-
-
-def test_the_job_furthest_behind_goes_first_and_idling_earns_nothing():
-    queue = FairQueue()
-    queue.add("a", 1.0)
-    queue.add("b", 2.0)
-    served = []
-    for _ in range(9):
-        job = queue.order(["a", "b"])[0]
-        served.append(job)
-        queue.charge(job, 10)
-    assert (served.count("a"), served.count("b")) == (3, 6)
-    for _ in range(20):  # b is idle
-        queue.charge(queue.order(["a"])[0], 10)
-    served = []
-    for _ in range(6):
-        job = queue.order(["a", "b"])[0]
-        served.append(job)
-        queue.charge(job, 10)
-    assert served.count("b") == 4, "b comes back level with a, not twenty turns ahead"
-    queue.add("late", 1.0)
-    assert queue.order(["a", "b", "late"]).index("late") < 3
-    queue.remove("a")
-    assert "a" not in queue.order(["b", "late"])
 
 
 @pytest.mark.parametrize("max_context", [8, 40, 256, 4096])

@@ -84,6 +84,7 @@ def test_a_prompt_that_fills_the_context_is_refused_before_any_request(max_conte
     if not fits:
         assert "the prompt has 2 tokens" in world.seen[JobGivenUp][0].reason
         assert f"max_context={max_context}" in world.seen[JobGivenUp][0].reason
+        assert world.seen[JobGivenUp][0].kind == "InvalidRequest", "for the caller to mend"
 
 
 def test_max_turns_truncates():
@@ -390,3 +391,26 @@ def test_requests_go_out_with_the_newest_snapshot_and_the_jobs_weight():
     world.add(settings(weight=2.5))
     run_until(world, "generated")
     assert isinstance(world.generates[0], Generate) and world.generates[0].version == -1 and world.generates[0].weight == 2.5
+
+
+@pytest.mark.parametrize("large", [8, 20], ids=["as large as the pool", "larger"])
+def test_a_large_group_is_not_kept_out_of_a_full_pool_by_small_ones(large):
+    world = World()
+    world.orchestrator.max_episodes_per_worker = 8
+    world.add(settings("small", group_size=2, steps=200))
+    world.add(settings("large", group_size=large, steps=3))
+    while len(world.history["large"]) < 3:
+        world.deliver()
+    assert len(world.history["small"]) * 2 * 2 <= 3 * 2 * large + 4 * large, "the small ones had more than their share"
+    world.run()
+    assert len(world.history["small"]) == 200
+
+
+def test_episodes_of_a_pool_follow_the_weights():
+    world = World()
+    world.orchestrator.max_episodes_per_worker = 4
+    for name, weight in {"light": 1.0, "heavy": 3.0}.items():
+        world.add(settings(name, weight=weight, steps=60, max_staleness=4))
+    while len(world.history["heavy"]) < 60:
+        world.deliver()
+    assert 17 <= len(world.history["light"]) <= 24

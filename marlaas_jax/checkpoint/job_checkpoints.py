@@ -7,7 +7,9 @@ one happens.
 
 import base64
 import dataclasses
+import errno
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +142,13 @@ class JobCheckpoints:
             action()
         except Exception as error:  # a full or read-only disk surfaces as OSError, ValueError or a runtime error of tensorstore
             step, self._pending = self._pending, None
-            raise StorageError(
-                f"{self.directory / str(step)}: the checkpoint was not written ({_first_line(error)})"
-            ) from error
+            raise StorageError(f"{self.directory / str(step)}: the checkpoint was not written ({_cause(error)})") from error
+
+
+def _cause(error: Exception) -> str:
+    """Returns the system's own words where the message holds them among many others, else its first line."""
+    names = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.EIO)
+    return next((words for words in map(os.strerror, names) if words in str(error)), "") or _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -12,18 +12,17 @@ import yaml
 from marlaas_jax import plots
 from marlaas_jax.cli import live
 from marlaas_jax.config import RunConfig, load_run
-from marlaas_jax.errors import InvalidConfig, NotFound, user_error
+from marlaas_jax.errors import InvalidConfig, NotFound, StorageError, user_error
 from marlaas_jax.workers import controller
+from marlaas_jax.workers.controller_files import writing
+from marlaas_jax.workers.controller_status import RunResult
 
 EXIT_JOB_FAILED = 1
 EXIT_JOB_REFUSED = 2
 
 
 def run(files: list[Path], directory: Path | None, resume: bool, overrides: list[str], check: bool, json: bool) -> int:
-    """Returns the exit code: 0 if every job succeeded, 2 if what failed is for the caller to mend, else 1.
-
-    Raises UserError where that is known before the jobs start.
-    """
+    """Trains, and returns the exit code. Raises UserError for what is known to be wrong before the jobs start."""
     config = resolve(files, directory, resume, overrides)
     if check:
         print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
@@ -38,7 +37,13 @@ def run(files: list[Path], directory: Path | None, resume: bool, overrides: list
         result = asyncio.run(controller.run(config, run_dir, resume, on_status=view.status, on_event=view.event))
     finally:
         view.close()
-    plot = plots.write_reward_plot(run_dir)
+    unwritten: StorageError | None = None
+    plot = run_dir / "rewards.png"
+    try:
+        with writing(plot):
+            plots.write_reward_plot(run_dir)
+    except StorageError as error:  # said after what became of the jobs
+        unwritten = error
     if json:
         live.emit({"type": "result", "run_dir": str(run_dir), "plot": str(plot)} | dataclasses.asdict(result))
     else:
@@ -49,6 +54,13 @@ def run(files: list[Path], directory: Path | None, resume: bool, overrides: list
         console.print(
             f"{result.elapsed_s:.0f} s in all; plot {plot}; adapters in {run_dir}/jobs/*/adapter", markup=False, soft_wrap=True
         )
+    if unwritten is not None:
+        raise unwritten
+    return exit_code(result)
+
+
+def exit_code(result: RunResult) -> int:
+    """Returns 0 if every job succeeded, 2 if what failed is for the caller to mend, else 1."""
     if result.succeeded:
         return 0
     return EXIT_JOB_REFUSED if all(user_error(job.kind) for job in result.jobs if job.reason) else EXIT_JOB_FAILED

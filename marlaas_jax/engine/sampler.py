@@ -38,7 +38,6 @@ class _Dispatch:
 
     result: Any
     rows: dict[int, Row]  # by decode slot, as they were when it started
-    name: str
     started_s: float
 
 
@@ -78,7 +77,6 @@ class Sampler:
         self._in_flight: list[_Dispatch] = []
         self._ended: list[Generated] = []  # answers that no dispatch gives
         self._mean_tokens: dict[str, float] = {}  # of a job's completions so far, for its charge in the queue
-        self._cost_s: dict[str, float] = {}  # program -> recent seconds of a dispatch
         self._last_collected_s = float("-inf")
         self._compiles_at_warmup: int | None = None
         self.busy_s: dict[str, float] = defaultdict(float)  # by stage: "prefill", "decode", "publish"
@@ -194,15 +192,6 @@ class Sampler:
         ended, self._ended = self._ended, []
         return ended
 
-    def next_cost_s(self) -> float:
-        """Returns how long the next dispatch will take, as the recent ones of its kind did; 0 while none has run."""
-        kind = "prefill" if self._first_to_start() is not None else "decode"
-        return max((cost for name, cost in self._cost_s.items() if name.startswith(kind)), default=0.0)
-
-    def _first_to_start(self) -> Request | None:
-        found = self._queue.next(self._fits, _has_begun)
-        return None if found is None else found[1]
-
     def _fits(self, request: Request) -> bool:
         if len(self._rows) >= self.engine.settings.num_decode_slots:
             return False
@@ -300,7 +289,7 @@ class Sampler:
             tokens = {request.message.job: 0.0 for request in batch}
             for request in batch:
                 tokens[request.message.job] += len(request.message.prompt_ids)
-            self._measure("prefill", f"prefill {len(batch)}", self._clock() - start, tokens)
+            self._account("prefill", self._clock() - start, tokens)
 
     def _decode(self) -> bool:
         """Launches a decode chunk for the running rows. Returns False if there are none."""
@@ -318,8 +307,7 @@ class Sampler:
         keep[list(self._rows)] = True
         self._state, result = self.engine.decode(self._params, self._state, sides, arranged, context, keep)
         result.copy_to_host_async()
-        name = f"decode {arranged.form.num_rows}x{arranged.form.block} {context}"
-        self._in_flight.append(_Dispatch(result, dict(self._rows), name, start))
+        self._in_flight.append(_Dispatch(result, dict(self._rows), start))
         return True
 
     def _place(self, arranged: plan.Plan) -> Any:
@@ -359,7 +347,7 @@ class Sampler:
             # While another dispatch runs ahead, this one's time begins where the one before it ended.
             began = max(dispatch.started_s, self._last_collected_s)
             self._last_collected_s = now
-            self._measure("decode", dispatch.name, now - began, tokens)
+            self._account("decode", now - began, tokens)
 
     def _finish(self, row: Row) -> None:
         """Frees a row's slot and queues its answer."""
@@ -384,10 +372,6 @@ class Sampler:
             self._drop(self._snapshots.release(request.pinned_version))
 
     # ---- figures
-
-    def _measure(self, stage: str, name: str, seconds: float, share: dict[str, float]) -> None:
-        self._cost_s[name] = seconds if name not in self._cost_s else 0.7 * self._cost_s[name] + 0.3 * seconds
-        self._account(stage, seconds, share)
 
     def _account(self, stage: str, seconds: float, share: dict[str, float]) -> None:
         self.busy_s[stage] += seconds

@@ -21,7 +21,7 @@ from marlaas_jax.fairness import Shares
 from marlaas_jax.learner import buckets, figures, rows, state
 from marlaas_jax.learner.batch import SCORE_BASE, SCORE_PROXIMAL, TRAIN, Batch, Work
 from marlaas_jax.learner.buckets import LearnerSizes
-from marlaas_jax.learner.cost import CostModel, Unit, layer_ops
+from marlaas_jax.learner.cost import CostModel, Unit
 from marlaas_jax.learner.executor import Chain, Executor
 from marlaas_jax.learner.schedule import learning_rate
 from marlaas_jax.lora.adapter import AdapterSpec, Weights, init_weights
@@ -31,6 +31,7 @@ from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.rl.objective import Objective, resolve
 from marlaas_jax.rl.packing import BlockShape, lay_out, lay_out_sequence
 
+NUM_SLICES = 4  # of a dispatch: it may end after each
 ARRAYS = ("adapter", "first_moment", "second_moment")
 COUNTERS = ("step", "version", "count", "nonfinite_in_row", "skipped_nonfinite", "skipped_flat")
 
@@ -178,22 +179,11 @@ class Learner:
         """True if `step` has something to run."""
         return self._running is not None or any(job.batches for job in self._live())
 
-    def next_cost_s(self) -> float:
-        """Returns the predicted seconds of the next `step`; 0 without work."""
-        if self._running is not None:
-            calls = self._running.chain.calls
-            return self._cost.predict_s([calls[i][0] for i in range(self._affordable(calls))])
-        if due := self._due():
-            return self._cost.predict_s([self._update_unit(len(due))])
-        waiting = self._waiting()
-        if not waiting:
-            return 0.0
-        shape = waiting[0].batches[0].waiting()[0].block.shape
-        whole = 3 * self._model.num_layers * layer_ops(self._model, shape)
-        return min(self._cost.predict_s([Unit("forward", whole)]), self.sizes.max_dispatch_s)
-
     def step(self) -> list[StepDone | JobFailed]:
-        """Runs one bounded dispatch and waits for it: optimizer steps of the jobs that are due, or a part of a micro-batch."""
+        """Runs one bounded dispatch and waits for it: optimizer steps of the jobs that are due, or a part of a micro-batch.
+
+        A part runs in slices, so that a machine slower than predicted stops it early rather than late.
+        """
         start = self._clock()
         if self._running is None:
             if due := self._due():
@@ -204,26 +194,33 @@ class Learner:
             self._running = self._start(waiting)
         running = self._running
         calls = running.chain.calls
-        units = []
-        for _ in range(self._affordable(calls)):
-            unit, out = running.chain.run()
-            units.append(unit)
-        jax.block_until_ready(out)
+        slice_s = self.sizes.max_dispatch_s / NUM_SLICES
+        spent = 0.0
+        for _ in range(NUM_SLICES):
+            units = self._affordable(calls, slice_s)
+            if not units or (spent and spent + self._cost.predict_s(units) > self.sizes.max_dispatch_s):
+                break
+            for _ in units:
+                _, out = running.chain.run()
+            jax.block_until_ready(out)
+            before, spent = spent, self._clock() - start
+            self._cost.observe(units, spent - before)
         if not calls:
             self._running = None
             self._collect(running)
-        self._account(running, units, self._clock() - start)
+        self._account(running, self._clock() - start)
         return []
 
-    def _affordable(self, calls: deque[tuple[Unit, Any]]) -> int:
-        """Returns how many of the next calls make one dispatch: at least one, then as many as the prediction allows."""
-        total, count = 0.0, 0
+    def _affordable(self, calls: deque[tuple[Unit, Any]], seconds: float) -> list[Unit]:
+        """Returns the next calls that run within `seconds` by prediction; at least one if there is any."""
+        units: list[Unit] = []
+        total = 0.0
         for unit, _ in calls:
             total += self._cost.predict_s([unit])
-            if count and total > self.sizes.max_dispatch_s:
+            if units and total > seconds:
                 break
-            count += 1
-        return count
+            units.append(unit)
+        return units
 
     def _live(self) -> list[_Job]:
         return [job for job in self._jobs.values() if not job.failed]
@@ -286,8 +283,7 @@ class Learner:
             if self._jobs.get(job.name) is job:
                 job.batches[0].finished(work)
 
-    def _account(self, running: _Running, units: list[Unit], seconds: float) -> None:
-        self._cost.observe(units, seconds)
+    def _account(self, running: _Running, seconds: float) -> None:
         for job, _ in running.work:
             if self._jobs.get(job.name) is job and job.batches:
                 figures.add(job.batches[0].busy, {"busy_s": seconds / len(running.work)})

@@ -603,7 +603,10 @@ class Controller:
 
     def _event(self, kind: str, job: str = "", **fields: Any) -> None:
         record = {"time": time.time(), "kind": kind, **({"job": job} if job else {}), **fields}
-        self._events.write(record)
+        try:
+            self._events.write(record)
+        except StorageError as error:  # a job ends over what its own folder cannot take; the run's log alone stops no one
+            log.error("event not recorded kind=%s reason=%s", kind, error)
         if self._on_event is not None:
             self._on_event(record)
 

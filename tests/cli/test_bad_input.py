@@ -160,28 +160,6 @@ def test_h21_a_template_that_cannot_take_an_environments_answers_is_refused_befo
     assert "env='guess'" in sentence and "role user" in sentence and "the chat template" in sentence, sentence
 
 
-def test_h22_a_job_whose_prompts_are_all_longer_than_the_context_is_the_callers_to_mend(tmp_path):
-    document = {
-        "runtime": {"model": "tiny", "engine": {"max_context": 64, "num_decode_slots": 4}},
-        "jobs": [
-            GOOD
-            | {
-                "env": f"{tmp_path}/long.py:reward",
-                "sampling": {"max_tokens": 8},
-                "rollout": {"group_size": 2, "groups_per_batch": 2},
-            }
-        ],
-    }
-    (tmp_path / "long.py").write_text("ITEMS = ['a' * 90] * 4\ndef reward(prompt, completion): return 1.0\n")
-    file = write(tmp_path / "job.yaml", document)
-    result = CliRunner().invoke(app, ["run", str(file), "--dir", str(tmp_path / "run"), "--json"])
-    summary = json.loads(result.stdout.splitlines()[-1])
-    assert result.exit_code == 2, result.output
-    reason = summary["jobs"][0]["reason"]
-    assert "90 tokens" in reason and "max_context=64" in reason, reason
-    assert summary["jobs"][0]["kind"] == "InvalidRequest"
-
-
 def test_paths_are_relative_to_the_job_file_and_in_overrides_to_the_working_directory(tmp_path, monkeypatch):
     inner, outer = tmp_path / "inner", tmp_path / "outer"
     for folder in (inner, outer):

@@ -454,15 +454,6 @@ def test_a_small_job_is_not_held_up_by_a_large_one(unrolled):
     assert sampler.sampled_tokens["a"] > sampler.sampled_tokens["b"] > 0
 
 
-def test_costs_are_learned(unrolled):
-    sampler = make(unrolled)
-    assert sampler.next_cost_s() == 0.0
-    sampler.publish(snapshot(unrolled, "a", 0, 1))
-    sampler.submit(ask("x", "a"))
-    drain(sampler)
-    assert sampler.next_cost_s() > 0
-
-
 def test_a_bfloat16_bank_takes_snapshots_of_its_type(unrolled):
     sampler = make(unrolled, dtype="bfloat16")
     weights, scale = banks.read(unrolled.bank, 1)

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from marlaas_jax.cli.run import exit_code
 from marlaas_jax.config import RunConfig, validate
 from marlaas_jax.errors import InvalidConfig, StorageError
 from marlaas_jax.workers import controller
 from marlaas_jax.workers.controller_files import read_lines
+from marlaas_jax.workers.controller_status import RunResult
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.multiprocess
@@ -161,11 +163,25 @@ def test_a_lost_device_goes_on_from_the_committed_steps(tmp_path, rewards, monke
     not committed for b (its steps since must not be there twice)."""
     options = {"die_at": {"a": 3}, "marker": str(tmp_path / "died"), "commit_every": {"a": 1, "b": 3}}
     monkeypatch.setenv("FAKE_DEVICE", json.dumps(options))
-    result = train(make(job("a", f"{rewards}:good", steps=5), job("b", f"{rewards}:good", steps=5)), tmp_path / "run")
+    steps = {"a": 5, "b": 40}  # b still runs when a comes to batch 3, whichever of them was ready first
+    jobs = [job(name, f"{rewards}:good", steps=count) for name, count in steps.items()]
+    result = train(make(*jobs), tmp_path / "run")
     assert result.succeeded and (tmp_path / "died").exists()
-    for name in ("a", "b"):
-        assert steps_of(tmp_path / "run", name) == [1, 2, 3, 4, 5] and tickets_of(tmp_path / "run", name) == list(range(10))
+    for name, count in steps.items():
+        assert steps_of(tmp_path / "run", name) == list(range(1, count + 1))
+        assert tickets_of(tmp_path / "run", name) == list(range(2 * count))
     assert [entry.incarnations for entry in result.jobs] == [2, 2]
+
+
+def test_h22_prompts_longer_than_the_context_are_the_callers_to_mend(tmp_path, rewards):
+    """Its neighbour trains on; where all that failed is the caller's to mend, the command's exit code is 2."""
+    long, good = (job(name, f"{rewards}:good", steps=2) for name in ("long", "good"))
+    (tmp_path / "long.jsonl").write_text("\n".join(json.dumps({"prompt": "a" * 90, "answer": "yes"}) for _ in range(20)))
+    long["data"] = {"source": f"jsonl:{tmp_path}/long.jsonl"}
+    result = train(make(long, good, engine={"max_context": 80}), tmp_path / "run")
+    refused, trained = result.jobs
+    assert refused.kind == "InvalidRequest" and "91 tokens" in refused.reason and "max_context=80" in refused.reason
+    assert trained.state == "succeeded" and exit_code(result) == 2
 
 
 def test_a_job_that_fails_on_the_device_ends_alone(tmp_path, rewards, monkeypatch):
@@ -175,6 +191,7 @@ def test_a_job_that_fails_on_the_device_ends_alone(tmp_path, rewards, monkeypatc
     assert [entry.state for entry in result] == ["failed", "failed", "succeeded"]
     assert result[0].kind == "NonFinite" and "gradients in a row" in result[0].reason
     assert result[1].kind == "WrongWeights" and "sampled from wrong" in result[1].reason
+    assert exit_code(RunResult(tuple(result), 1.0)) == 1
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ check: lint test  ## lint and test: what a change must pass
 bench: $(VENV)/.installed  ## The engine and learner benchmarks (JSON under runs/bench)
 	@$(VENV)/bin/marlaas bench engine
 	@$(VENV)/bin/marlaas bench learner
+	@$(VENV)/bin/marlaas bench run
 
 clean:  ## Removes .venv and caches; keeps runs/
 	@rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -46,7 +46,7 @@ format: $(VENV)/.installed-lint  ## Formats the code and sorts imports
 
 check: lint test  ## lint and test: what a change must pass
 
-bench: $(VENV)/.installed  ## The engine and learner benchmarks (JSON under runs/bench)
+bench: $(VENV)/.installed  ## The benchmarks: engine, learner, run
 	@$(VENV)/bin/marlaas bench engine
 	@$(VENV)/bin/marlaas bench learner
 	@$(VENV)/bin/marlaas bench run

@@ -126,3 +126,11 @@ def test_documents_link_to_files_that_exist():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_the_page_of_a_runs_figures_names_them_all():
+    from marlaas_jax.learner.figures import summarize
+
+    named = set(re.findall(r"`((?:rollout|learner)/\w+)`", (ROOT / "docs" / "runs.md").read_text()))
+    source = (ROOT / "marlaas_jax" / "rollout" / "batches.py").read_text()
+    assert named == set(summarize({})) | set(re.findall(r'"(rollout/\w+)":', source))

@@ -216,7 +216,7 @@ class JobFiles:
     def episode(self, record: dict[str, Any]) -> None:
         """Appends to the episode log."""
         if self._episodes is not None:
-            self._episodes.write({"time": self._clock(), **record})
+            self._episodes.write({"time": self._clock(), "incarnation": self.state.get("incarnation", 0), **record})
 
     def close(self) -> None:
         """Closes all files."""

@@ -186,6 +186,21 @@ class RuntimeConfig(Section):
     env_workers: Annotated[int, Field(ge=1)] = 1  # processes per environment pool
     chat_template: str | None = None  # a jinja2 file; None: the model's own
 
+    def sized_for(self, jobs: "Sequence[JobConfig]") -> "RuntimeConfig":
+        """Returns the runtime with the sizes that depend on the jobs filled in, where the user left them open.
+
+        Each job may have rows under one snapshot while the next is published; blocks are no wider than the largest group.
+        """
+        bank, learner = self.bank, self.learner
+        filled = {
+            "num_sampler_slots": bank.num_sampler_slots or 1 + 2 * len(jobs),
+            "num_learner_slots": bank.num_learner_slots or 1 + len(jobs),
+        }
+        rows = min(learner.block_rows, max(job.rollout.group_size for job in jobs))
+        return self.model_copy(
+            update={"bank": bank.model_copy(update=filled), "learner": learner.model_copy(update={"block_rows": rows})}
+        )
+
 
 class RunConfig(Section):
     """A whole run: the runtime and its jobs."""
@@ -236,6 +251,11 @@ def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
     if overrides:
         _resolve_paths(merged["jobs"], merged.get("runtime"), Path.cwd())  # those of job files are absolute by now
     return validate(RunConfig, merged)
+
+
+def load_runtime(path: Path) -> RuntimeConfig:
+    """Returns the runtime in a file."""
+    return validate(RuntimeConfig, _read_yaml(path))
 
 
 def validate(model: type[pydantic.BaseModel], document: Any) -> Any:

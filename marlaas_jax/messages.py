@@ -73,6 +73,13 @@ class RemoveJob(Message, frozen=True):
     incarnation: int
 
 
+class PauseJob(Message, frozen=True):
+    """Closes a job after what was sent of it is trained and saved. Answered by JobPaused."""
+
+    job: str
+    incarnation: int
+
+
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How tokens are drawn; see config.SamplingConfig."""
 
@@ -178,6 +185,14 @@ class JobFinished(Message, frozen=True):
     incarnation: int
     step: int
     export_dir: str
+
+
+class JobPaused(Message, frozen=True):
+    """Answers PauseJob: the job is closed, and `step` is committed."""
+
+    job: str
+    incarnation: int
+    step: int
 
 
 class Generated(Message, frozen=True):

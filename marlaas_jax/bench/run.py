@@ -82,7 +82,7 @@ class PlainLoop:
 
         (self._job,) = config.jobs
         job = self._job
-        self._stages = build_stages(config)
+        self._stages = build_stages(config.runtime.sized_for(config.jobs))
         spec = initial.spec_of_job(job)
         start = initial.weights(self._stages.model, spec, None, config.runtime.bank.max_rank, {})
         self._stages.learner.add_job(job.name, 1, job, spec, weights=start)

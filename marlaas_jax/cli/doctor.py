@@ -198,17 +198,16 @@ def _programs(config: RunConfig) -> Iterator[Finding]:
     from marlaas_jax.learner import buckets
     from marlaas_jax.model import hf_config
 
-    runtime = config.runtime
+    runtime = config.runtime.sized_for(config.jobs)
     try:
         model = hf_config.read(source.resolve(runtime.model))
-        sampler = build.engine_settings(config, build.resolve_dtype(runtime.dtype)).buckets().programs()
+        sampler = build.engine_settings(runtime, build.resolve_dtype(runtime.dtype)).buckets().programs()
         learner = buckets.plan(
             runtime.learner,
             model,
             max_context=runtime.engine.max_context,
             max_rank=runtime.bank.max_rank,
             on_cpu=jax.default_backend() == "cpu",
-            group_sizes=tuple(job.rollout.group_size for job in config.jobs),
         )
     except MarlaasError as error:
         yield Finding("programs", "buckets", "missing", str(error))

@@ -13,7 +13,7 @@ from marlaas_jax import plots
 from marlaas_jax.cli import live
 from marlaas_jax.config import RunConfig, load_run
 from marlaas_jax.errors import InvalidConfig, NotFound, StorageError, user_error
-from marlaas_jax.workers import controller
+from marlaas_jax.workers import run as workers
 from marlaas_jax.workers.controller_files import writing
 from marlaas_jax.workers.controller_status import RunResult
 
@@ -34,7 +34,7 @@ def run(files: list[Path], directory: Path | None, resume: bool, overrides: list
     logging.basicConfig(level=logging.WARNING, format="%(name)s %(levelname)s %(message)s")
     view: live.View = live.JsonView() if json else live.LiveView(console) if console.is_terminal else live.PlainView(console)
     try:
-        result = asyncio.run(controller.run(config, run_dir, resume, on_status=view.status, on_event=view.event))
+        result = asyncio.run(workers.run(config, run_dir, resume, on_status=view.status, on_event=view.event))
     finally:
         view.close()
     unwritten: StorageError | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from marlaas_jax.config import RunConfig
+from marlaas_jax.config import RuntimeConfig
 from marlaas_jax.device.colocated import ColocatedDevice
 from marlaas_jax.engine.engine import EngineSettings
 from marlaas_jax.engine.sampler import Sampler
@@ -45,14 +45,14 @@ def is_unrolled(layers: str) -> bool:
     return layers == "unrolled" or (layers == "auto" and jax.default_backend() == "cpu")
 
 
-def engine_settings(run: RunConfig, dtype: str) -> EngineSettings:
-    """Returns the engine's fixed sizes for these jobs."""
-    engine, bank = run.runtime.engine, run.runtime.bank
+def engine_settings(runtime: RuntimeConfig, dtype: str) -> EngineSettings:
+    """Returns the engine's fixed sizes; the number of adapter slots must be filled in (`RuntimeConfig.sized_for`)."""
+    engine, bank = runtime.engine, runtime.bank
+    assert bank.num_sampler_slots is not None
     return EngineSettings(
         num_decode_slots=engine.num_decode_slots,
         max_context=engine.max_context,
-        # every job may have rows under one snapshot while the next is published
-        num_adapter_slots=bank.num_sampler_slots or 1 + 2 * len(run.jobs),
+        num_adapter_slots=bank.num_sampler_slots,
         max_rank=bank.max_rank,
         decode_steps=engine.decode_steps,
         prefill_batch=engine.prefill_batch,
@@ -77,23 +77,20 @@ class Stages:
 Progress = Callable[[int, int], None]
 
 
-def build_stages(run: RunConfig, progress: Progress = lambda done, total: None) -> Stages:
+def build_stages(runtime: RuntimeConfig, progress: Progress = lambda done, total: None) -> Stages:
     """Returns the stages, warmed up. `progress(done, total)` counts compiled programs. Raises UserError with one sentence."""
     use_compilation_cache()
-    runtime = run.runtime
     folder = source.resolve(runtime.model)
     dtype = resolve_dtype(runtime.dtype)
     model, params = load.load(folder, dtype, is_unrolled(runtime.layers))
     tokenizer = Tokenizer.load(folder, runtime.chat_template)
-    sampler = Sampler(model, params, engine_settings(run, dtype), tokenizer, time.monotonic)
+    sampler = Sampler(model, params, engine_settings(runtime, dtype), tokenizer, time.monotonic)
     learner = Learner.from_runtime(
         model,
         params,
         runtime,
-        num_jobs=len(run.jobs),
         clock=time.monotonic,
         sampler_dtype=dtype,
-        group_sizes=tuple(job.rollout.group_size for job in run.jobs),
     )
     total = learner.sizes.num_programs + len(sampler.engine.buckets.programs())
     done = learner.sizes.num_programs
@@ -113,9 +110,9 @@ def build_stages(run: RunConfig, progress: Progress = lambda done, total: None) 
     return Stages(folder, model, dtype, tokenizer, sampler, learner)
 
 
-def build(run: RunConfig, progress: Progress = lambda done, total: None) -> ColocatedDevice:
+def build(runtime: RuntimeConfig, progress: Progress = lambda done, total: None) -> ColocatedDevice:
     """Returns the device, warmed up; as `build_stages`."""
-    stages, runtime = build_stages(run, progress), run.runtime
+    stages = build_stages(runtime, progress)
     template = None if runtime.chat_template is None else Path(runtime.chat_template).read_text()
     canary = stages.tokenizer.encode(CANARY_TEXT)[: min(CANARY_TOKENS, runtime.engine.max_context)]
     return ColocatedDevice(

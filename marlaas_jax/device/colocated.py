@@ -31,9 +31,11 @@ from marlaas_jax.messages import (
     Generate,
     JobFailed,
     JobFinished,
+    JobPaused,
     JobReady,
     JobWarning,
     Message,
+    PauseJob,
     RemoveJob,
     StepDone,
     TrainBatch,
@@ -59,6 +61,7 @@ class _Job:
     saved_step: int = 0
     saved_at_s: float = 0.0
     failed_saves: int = 0
+    is_pausing: bool = False
 
 
 class ColocatedDevice:
@@ -103,6 +106,8 @@ class ColocatedDevice:
                 return self._add(message)
             case FinishJob():
                 return self._for_job(message, self._finish)
+            case PauseJob():
+                return self._for_job(message, self._pause)
             case RemoveJob():
                 return self._for_job(message, self._remove)
             case _:
@@ -255,7 +260,10 @@ class ColocatedDevice:
         saved = self._save_if_due(job)
         metrics = {name: value for name, value in done.metrics.items() if math.isfinite(value)}
         step = StepDone(done.job, done.incarnation, done.step, snapshot.version, snapshot.fingerprint, metrics)
-        return [step, *saved]
+        try:
+            return [step, *saved, *self._close_paused(job)]
+        except MarlaasError as error:
+            return [step, *saved, *self._fail(job, error)]
 
     def _after(self, message: Message) -> list[Message]:
         if isinstance(message, JobFailed):
@@ -279,6 +287,20 @@ class ColocatedDevice:
         extra = {"job": message.job, "step": job.step}
         peft_format.save(folder, self._model, job.spec, self._learner.weights(message.job), self._identity, extra=extra)
         return [*out, JobFinished(message.job, job.incarnation, job.step, str(folder))]
+
+    def _pause(self, job: _Job, message: PauseJob) -> list[Message]:
+        job.is_pausing = True
+        return self._close_paused(job)
+
+    def _close_paused(self, job: _Job) -> list[Message]:
+        """Closes a pausing job once nothing of it is left to be trained; its last step is committed first."""
+        if self._jobs.get(job.config.name) is not job or not job.is_pausing or job.ledgers:
+            return []
+        job.checkpoints.wait()
+        if job.saved_step != job.step or not job.checkpoints.steps():
+            self._save(job)
+            job.checkpoints.wait()
+        return [*self._close(job.config.name), JobPaused(job.config.name, job.incarnation, job.step)]
 
     def _remove(self, job: _Job, message: RemoveJob) -> list[Message]:
         return self._close(message.job)

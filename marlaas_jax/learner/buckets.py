@@ -76,16 +76,15 @@ def plan(
     max_context: int,
     max_rank: int,
     on_cpu: bool,
-    group_sizes: Sequence[int] = (),
 ) -> LearnerSizes:
-    """Returns the sizes for a machine and its jobs. Raises InvalidConfig if the buckets need more programs than are allowed.
+    """Returns the sizes for a machine. Raises InvalidConfig if the buckets need more programs than are allowed.
 
     Micro-batch width by measurement: on one CPU core time per token falls to its floor at about 256 tokens (16 tokens cost 1.9
     times as much each, 1,024 tokens 5-10% more), so a micro-batch there is 256 tokens; accelerators want thousands. A group of
     rows stays in one block as far as the tokens allow.
     """
     tokens = section.micro_batch_tokens or (256 if on_cpu else 4096)
-    rows = min(section.block_rows, max(group_sizes, default=section.block_rows))
+    rows = section.block_rows
     shapes = []
     for prompt, suffix in bucket_pairs(max_context, section.prompt_buckets, section.suffix_buckets):
         fitting = max((2 * max(tokens, max_context) - prompt) // suffix, 1)

@@ -95,21 +95,19 @@ class Learner:
         params: Any,
         runtime: RuntimeConfig,
         *,
-        num_jobs: int,
         clock: Callable[[], float],
         sampler_dtype: Any,
-        group_sizes: tuple[int, ...] = (),
     ) -> "Learner":
-        """Returns the learner that a runtime file describes, for `num_jobs` jobs at a time."""
+        """Returns the learner that a runtime describes; its number of slots must be filled in (`RuntimeConfig.sized_for`)."""
         sizes = buckets.plan(
             runtime.learner,
             model,
             max_context=runtime.engine.max_context,
             max_rank=runtime.bank.max_rank,
             on_cpu=jax.default_backend() == "cpu",
-            group_sizes=group_sizes,
         )
-        num_slots = runtime.bank.num_learner_slots or 1 + num_jobs
+        num_slots = runtime.bank.num_learner_slots
+        assert num_slots is not None
         return cls(
             model, params, sizes, num_slots=num_slots, max_rank=runtime.bank.max_rank, clock=clock, sampler_dtype=sampler_dtype
         )

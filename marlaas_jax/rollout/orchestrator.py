@@ -99,6 +99,10 @@ class Orchestrator:
         self._shares[name].remove(job)
         for worker in pool.workers.values():
             worker.jobs.discard(job)
+        if not pool.jobs:  # its workers are retired
+            for worker_id in pool.workers:
+                del self._workers[worker_id]
+            del self.pools[name], self._shares[name]
         self._pump(now)
 
     def job_of(self, name: str) -> JobRollout | None:

@@ -1,6 +1,6 @@
-"""The controller of `marlaas run`: one asyncio process that joins the stages and keeps the books; it never loads a JAX backend.
+"""The controller: one asyncio process that joins the stages and keeps the books; it never loads a JAX backend.
 
-Owns the transport server, the supervisor of all child processes, the orchestrator of rollouts and the run folder. Every
+Owns the transport server, the supervisor of all child processes, the orchestrator of rollouts and its folder. Every
 handler is synchronous and runs in the event loop; rendering runs in a small thread pool. A fault while a job's message is
 handled ends that job. The device's process may die at any time: its jobs go on from their committed steps as new incarnations.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from marlaas_jax.config import RunConfig
+from marlaas_jax.config import JobConfig, RuntimeConfig
 from marlaas_jax.errors import InternalError, InvalidConfig, InvalidRequest, StorageError, UserError, WorkerLost, user_error
 from marlaas_jax.messages import (
     AddJob,
@@ -33,9 +33,11 @@ from marlaas_jax.messages import (
     Item,
     JobFailed,
     JobFinished,
+    JobPaused,
     JobReady,
     JobWarning,
     Message,
+    PauseJob,
     RemoveJob,
     Shutdown,
     StepDone,
@@ -65,11 +67,12 @@ from marlaas_jax.workers.controller_files import Log, writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_processes import Processes
 from marlaas_jax.workers.controller_render import Renderer
-from marlaas_jax.workers.controller_status import FINISHING, RUNNING, STARTING, JobStatus, RunResult, RunStatus
+from marlaas_jax.workers.controller_status import FINISHING, PAUSED, PAUSING, RUNNING, STARTING, JobStatus, RunStatus
 from marlaas_jax.workers.supervisor import Exited, GaveUp, Restarted
 
 log = logging.getLogger(__name__)
 
+DEVICE_MODULE = "marlaas_jax.workers.device_process"
 TICK_S = 0.25
 STATUS_INTERVAL_S = 1.0
 START_TIMEOUT_S = 3600.0  # loading, compiling and opening of one job
@@ -81,47 +84,38 @@ OnStatus = Callable[[RunStatus], None]
 OnEvent = Callable[[dict[str, Any]], None]
 
 
-async def run(
-    config: RunConfig,
-    run_dir: Path,
-    resume: bool = False,
-    on_status: OnStatus | None = None,
-    on_event: OnEvent | None = None,
-    device_module: str = "marlaas_jax.workers.device_process",
-) -> RunResult:
-    """Trains all jobs of the run and returns how they ended.
-
-    Raises a UserError, before any compute where that is possible, for what the caller can mend. `device_module` is what runs
-    as the device's process; tests give a fake one.
-    """
-    controller = Controller(config, run_dir, resume, on_status, on_event, device_module)
-    return await controller.run()
-
-
 class Controller:
-    """One run. Make it and call `run` once, inside an event loop."""
+    """Serves jobs that come and go. Make it and call `serve` once, inside an event loop; jobs are added while that runs.
+
+    `is_strict`: what is wrong with a new job's environment ends everything with an InvalidConfig, as the one who waits for
+    `marlaas run` wants it; else it ends that job. `on_over` is called with each job that has ended or is paused.
+    `device_module` is what runs as the device's process; tests give a fake one.
+    """
 
     def __init__(
         self,
-        config: RunConfig,
-        run_dir: Path,
-        resume: bool = False,
+        runtime: RuntimeConfig,
+        folder: Path,
+        *,
         on_status: OnStatus | None = None,
         on_event: OnEvent | None = None,
-        device_module: str = "marlaas_jax.workers.device_process",
+        on_over: Callable[[Job], None] = lambda job: None,
+        is_strict: bool = False,
+        device_module: str = DEVICE_MODULE,
     ):
-        self.config = config
-        self.run_dir = run_dir = run_dir.resolve()
-        self.jobs = {job.name: Job(job, run_dir / "jobs" / job.name) for job in config.jobs}
+        self.runtime = runtime  # every size filled in
+        self.folder = folder.resolve()
+        self.jobs: dict[str, Job] = {}
         self.orchestrator = Orchestrator()
         self.phase = "checking"
-        self._resume = resume
         self._on_status = on_status
         self._on_event = on_event
+        self._on_over = on_over
+        self._is_strict = is_strict
         self._device_module = device_module
-        self._events = Log(run_dir / "events.jsonl")
+        self._events = Log(self.folder / "events.jsonl")
         self._started = time.monotonic()
-        self._all_over = asyncio.Event()
+        self._ended = asyncio.Event()
         self._fatal: BaseException | None = None
         self._device = DeviceLink()
         self._lag_s = 0.0
@@ -131,19 +125,31 @@ class Controller:
         self._processes: Processes
         self._renderer: Renderer
 
-    async def run(self) -> RunResult:
-        """Starts the processes, serves until every job has ended, stops them."""
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the controller was made."""
+        return time.monotonic() - self._started
+
+    async def serve(self, started: Callable[[], None]) -> None:
+        """Calls `started` once jobs may be added, serves until `end`, stops all processes.
+
+        Raises a UserError, before any compute where that is possible, for what the caller can mend.
+        """
         tasks: list[asyncio.Task] = []
         try:
             tokenizer = await asyncio.to_thread(self._load_tokenizer)  # what is refused leaves no folder behind
-            self._open_folder()
+            with writing(self.folder):
+                (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+            document = yaml.safe_dump(self.runtime.model_dump(mode="json"), sort_keys=False)
+            with writing(self._runtime_path):
+                self._runtime_path.write_text(document)
             self._renderer = Renderer(tokenizer, self._on_rendered)
             async with Server("ipc") as self._server:
-                self._processes = Processes(self._server, self.config, self.run_dir, self._device_module)
+                self._processes = Processes(self._server, self.folder, self._device_module, self.runtime.env_workers)
                 try:
-                    self._start()
+                    started()
                     tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._watch_processes, self._tick_forever)]
-                    tasks.append(asyncio.create_task(self._all_over.wait()))
+                    tasks.append(asyncio.create_task(self._ended.wait()))
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     for task in tasks:
                         if task.done():
@@ -154,27 +160,84 @@ class Controller:
                     await self._stop(tasks)
                     self._renderer.close()
             self._publish_status()
-            return RunResult(tuple(job.result() for job in self.jobs.values()), time.monotonic() - self._started)
         finally:
             for job in self.jobs.values():
                 job.files.close()
             self._events.close()
 
-    # ---- start and stop
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends `serve`; with an error, at once, and it raises that."""
+        if self._fatal is None:
+            self._fatal = error
+        self._ended.set()
 
-    def _open_folder(self) -> None:
-        with writing(self.run_dir):
-            (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        for job in self.jobs.values():
-            job.open(resume=self._resume)
-        document = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
-        with writing(self.run_dir / "config.yaml"):
-            (self.run_dir / "config.yaml").write_text(document)
-        self._event("run_resumed" if self._resume else "run_started", jobs=list(self.jobs))
+    # ---- jobs
+
+    def start_device(self) -> None:
+        """Starts the device's process, if it was not yet."""
+        if not self._processes.has_device:
+            self._processes.start_device(self._runtime_path)
+
+    def add(self, config: JobConfig, folder: Path, resume: bool) -> Job:
+        """Takes a job in: a new one, or with `resume` one that has a history in `folder`. Its name must not be in use."""
+        assert config.name not in self.jobs, config.name
+        job = Job(config, folder)
+        job.open(resume=resume)
+        self.jobs[job.name] = job
+        if not job.is_over:
+            self._open(job)
+        return job
+
+    def pause(self, name: str) -> None:
+        """Stops a job's rollouts, lets the device train and save what it has of it, and frees its places."""
+        job = self.jobs[name]
+        if job.state not in (STARTING, RUNNING):
+            return
+        self._note_episodes(job)
+        self.orchestrator.remove_job(name, time.monotonic())
+        was_running, job.state, job.since = job.state == RUNNING, PAUSING, time.monotonic()
+        if was_running and self._device.worker_id:
+            self._send(self._device.worker_id, PauseJob(name, job.incarnation))
+        else:
+            self._on_paused(job)
+
+    def unpause(self, name: str) -> None:
+        """Lets a paused job go on from its committed step, as a new incarnation."""
+        job = self.jobs[name]
+        if job.state == PAUSED:
+            job.new_incarnation()
+            self._open(job)
+
+    def cancel(self, name: str, reason: str) -> None:
+        """Ends a job for good; its last checkpoint stays."""
+        job = self.jobs[name]
+        if not job.is_over:
+            self._note_episodes(job)
+            job.cancel(reason)
+            self.event("job_cancelled", name, reason=reason)
+            self._retire(job)
+
+    def forget(self, name: str) -> None:
+        """Drops a job that is over from the books."""
+        assert self.jobs[name].is_over, name
+        self.jobs.pop(name).files.close()
+
+    def _open(self, job: Job) -> None:
+        """Gets a job its workers and its place on the device."""
+        self.orchestrator.register(job.name, job.pool, job.config.weight)
+        self._processes.start_data_worker(job.data_worker)
+        self._processes.start_pool(job.pool)
+        self._reload(job)  # for those that are there already; others ask by their Hello
+        if self._device.worker_id:
+            self._add_to_device(job)
+        else:
+            self.start_device()
+
+    # ---- start and stop
 
     def _load_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer, once its configuration and the headers of its weights are known to be usable."""
-        runtime = self.config.runtime
+        runtime = self.runtime
         folder = source.resolve(runtime.model)
         model = hf_config.read(folder)
         checkpoint.match(checkpoint.open_checkpoint(folder), model)
@@ -184,18 +247,8 @@ class Controller:
             )
         return Tokenizer.load(folder, runtime.chat_template)
 
-    def _start(self) -> None:
-        live = [job for job in self.jobs.values() if not job.is_over]
-        for job in live:
-            self.orchestrator.register(job.name, job.pool, job.config.weight)
-        if live:
-            self._processes.start_data_workers({job.data_worker for job in live})
-            self._processes.start_pools({job.pool for job in live})
-            self._processes.start_device()
-        self._check_all_over()
-
     async def _stop(self, tasks: list[asyncio.Task]) -> None:
-        """Ends everything that this run started: asks first, insists then."""
+        """Ends everything that was started here: asks first, insists then."""
         self.phase = "stopping"
         for task in tasks:
             task.cancel()
@@ -208,7 +261,7 @@ class Controller:
                 self._execute(command)
         if self._device.worker_id:
             self._send(self._device.worker_id, Shutdown())
-        cut_short = self._fatal is not None or not self._all_over.is_set()
+        cut_short = self._fatal is not None or not self._ended.is_set()
         patience_s = 0.0 if not self._device.worker_id else ABORT_TIMEOUT_S if cut_short else STOP_TIMEOUT_S
         await self._processes.stop(patience_s)
 
@@ -237,7 +290,7 @@ class Controller:
                 case Exited():
                     self._on_exited(event, now)
                 case Restarted():
-                    self._event("worker_restarted", worker=event.name, pid=event.pid)
+                    self.event("worker_restarted", worker=event.name, pid=event.pid)
                 case GaveUp():
                     self._on_gave_up(event)
             self._execute_all(now)
@@ -284,7 +337,7 @@ class Controller:
             case JobReady():
                 if self._is_current(message):
                     self.jobs[message.job].device_ready = message
-                    self._event("job_ready", message.job, step=message.step, version=message.version, receipt=message.receipt)
+                    self.event("job_ready", message.job, step=message.step, version=message.version, receipt=message.receipt)
                     self._begin_if_ready(self.jobs[message.job], now)
             case JobFailed():
                 if self._is_current(message):
@@ -292,10 +345,13 @@ class Controller:
             case JobFinished():
                 if self._is_current(message):
                     self._on_finished(self.jobs[message.job], message)
+            case JobPaused():
+                if self._is_current(message) and self.jobs[message.job].state == PAUSING:
+                    self._on_paused(self.jobs[message.job])
             case Checkpointed():
-                self._event("checkpointed", message.job, step=message.step)
+                self.event("checkpointed", message.job, step=message.step)
             case JobWarning():
-                self._event("warning", message.job, text=message.text)
+                self.event("warning", message.job, text=message.text)
             case EnvLoaded():
                 self._on_loaded(worker_id, message, now)
             case Hello():
@@ -305,14 +361,14 @@ class Controller:
             case WorkerFailed():
                 self._last_words[worker_id] = f"{message.kind}: {message.text}"
                 if worker_id == self._device.worker_id and (kind := user_error(message.kind)):
-                    self._end_run(kind(message.text))
+                    self.end(kind(message.text))
             case _:
                 log.warning("message ignored type=%s worker_id=%s", type(message).__name__, worker_id)
 
     def _on_hello(self, worker_id: str, message: Hello) -> None:
         name = self._processes.name_of(worker_id)
-        self._event("worker_joined", worker=name or worker_id, role=message.role, pid=message.pid)
-        live = [job for job in self.jobs.values() if not job.is_over]
+        self.event("worker_joined", worker=name or worker_id, role=message.role, pid=message.pid)
+        live = [job for job in self.jobs.values() if job.is_live]
         if message.role == "device":
             self._device_gone(time.monotonic())  # an older one, if it was not missed yet
             self._device.joined(worker_id, time.monotonic())
@@ -321,7 +377,7 @@ class Controller:
                 self._add_to_device(job)
         elif message.role == "data":
             for job in live:
-                if job.data_worker == name:
+                if job.data_worker == self._processes.group_of(name):
                     self._send(worker_id, job.load_message())
         elif message.role == "environment":
             for job in live:
@@ -333,14 +389,16 @@ class Controller:
             return
         job = self.jobs[message.job]
         name = self._processes.name_of(worker_id)
-        is_data = name == job.data_worker
+        is_data = self._processes.group_of(name) == job.data_worker
         if error := message.error or self._reply_fault(job, message):
             what = "data" if is_data else "environment"
-            self._event("load_failed", job.name, what=what, text=error)
-            if not job.is_resumed:
-                self._end_run(InvalidConfig(f"job {job.name!r}: {error.strip().splitlines()[-1]}"))
-            else:
+            self.event("load_failed", job.name, what=what, text=error)
+            if job.is_resumed:
                 self._fail_job(job, "EnvironmentFailed", f"its {what} cannot be loaded any more: {error}")
+            elif self._is_strict:
+                self.end(InvalidConfig(f"job {job.name!r}: {error.strip().splitlines()[-1]}"))
+            else:
+                self._fail_job(job, "InvalidConfig", error.strip().splitlines()[-1])
             return
         if is_data:
             is_again = job.data_ready is not None
@@ -366,7 +424,7 @@ class Controller:
             return
         eval_first = job.begin()
         self.phase = "running"
-        settings = job.settings(self.config.runtime.engine.max_context)
+        settings = job.settings(self.runtime.engine.max_context)
         self.orchestrator.on_job_ready(settings, job.device_ready, now, eval_before=eval_first)
 
     def _on_step_done(self, message: StepDone, now: float) -> None:
@@ -386,7 +444,7 @@ class Controller:
             return
         job.adapter = message.export_dir
         job.succeed()
-        self._event("job_succeeded", job.name, step=job.step, adapter=message.export_dir)
+        self.event("job_succeeded", job.name, step=job.step, adapter=message.export_dir)
         self._retire(job)
 
     # ---- workers that come and go
@@ -395,7 +453,7 @@ class Controller:
         reason = self._last_words.pop(worker_id, "") or message.reason
         name = self._processes.name_of(worker_id)
         self._last_death[name] = reason
-        self._event("worker_lost", worker=name or worker_id, role=message.role, reason=reason)
+        self.event("worker_lost", worker=name or worker_id, role=message.role, reason=reason)
         self._processes.make_sure_it_ends(worker_id)
         if worker_id == self._device.worker_id:
             self._device_gone(now)
@@ -407,7 +465,9 @@ class Controller:
         if not self._device.gone():
             return
         for job in self.jobs.values():
-            if not job.is_over:
+            if job.state == PAUSING:
+                self._on_paused(job)
+            elif job.is_live:
                 self.orchestrator.pause_job(job.name, now)
                 job.new_incarnation()
                 self._reload(job)
@@ -422,32 +482,31 @@ class Controller:
             self._server.lose(event.worker_id, reason)
         elif not self._processes.was_connected(event.worker_id):
             self._last_death[event.name] = reason
-            self._event("worker_lost", worker=event.name, role="", reason=reason, tail=event.log_tail[-4000:])
+            self.event("worker_lost", worker=event.name, role="", reason=reason, tail=event.log_tail[-4000:])
             if pool := self._processes.pool_of(event.name):
                 self.orchestrator.on_worker_lost(event.worker_id, reason, now, pool=pool)
 
     def _on_gave_up(self, event: GaveUp) -> None:
         last = self._last_death.get(event.name, "")
         reason = f"worker {event.name}: {event.reason}" + (f" ({last.strip().splitlines()[-1]})" if last.strip() else "")
-        self._event("worker_given_up", worker=event.name, reason=reason)
+        self.event("worker_given_up", worker=event.name, reason=reason)
         for job in self.jobs.values():
-            mine = event.name in (job.data_worker, self._processes.DEVICE) or self._processes.pool_of(event.name) == job.pool
-            if mine and not job.is_over:
+            group = self._processes.group_of(event.name)
+            if job.is_live and (event.name == self._processes.DEVICE or group in (job.data_worker, job.pool)):
                 self._fail_job(job, "WorkerLost", reason)
 
     def _check_limits(self, now: float) -> None:
         if self._device.is_silent(now):
             self._server.lose(self._device.worker_id, f"the device said nothing for {SILENCE_S:.0f} s")
         for job in self.jobs.values():
-            limit = {STARTING: START_TIMEOUT_S, FINISHING: FINISH_TIMEOUT_S}.get(job.state)
+            limit = {STARTING: START_TIMEOUT_S, PAUSING: FINISH_TIMEOUT_S, FINISHING: FINISH_TIMEOUT_S}.get(job.state)
             if limit is not None and now - job.since > limit:
                 self._fail_job(job, "WorkerLost", f"no end within {limit:.0f} s of {self._why(job, now)}")
 
     def _reload(self, job: Job) -> None:
         """Tells the workers of a job about its new incarnation."""
         for worker_id in list(self._server.peers):
-            name = self._processes.name_of(worker_id)
-            if name == job.data_worker or self._processes.pool_of(name) == job.pool:
+            if self._processes.group_of(self._processes.name_of(worker_id)) in (job.data_worker, job.pool):
                 self._send(worker_id, job.load_message())
 
     def _add_to_device(self, job: Job) -> None:
@@ -465,27 +524,22 @@ class Controller:
             job.fail(kind, reason)
         except StorageError as error:  # the disk is full: the reason is in the result and in the log all the same
             log.error("job not recorded job=%s reason=%s", job.name, error)
-        self._event("job_failed", job.name, failure=kind, reason=reason)
+        self.event("job_failed", job.name, failure=kind, reason=reason)
+        self._retire(job)
+
+    def _on_paused(self, job: Job) -> None:
+        job.paused()
+        self.event("job_paused", job.name, step=job.step)
         self._retire(job)
 
     def _retire(self, job: Job) -> None:
-        """Forgets a job that is over: its slots, its workers' copies, its pool when nobody else uses it."""
+        """Forgets a job that is over or paused: its slots, its workers' copies, its workers when nobody else uses them."""
         self.orchestrator.remove_job(job.name, time.monotonic())
         for worker_id in list(self._server.peers):
             self._send(worker_id, RemoveJob(job.name, job.incarnation))
-        live = [other for other in self.jobs.values() if not other.is_over]
-        self._processes.retire_unused({other.pool for other in live}, {other.data_worker for other in live})
-        self._check_all_over()
-
-    def _check_all_over(self) -> None:
-        if all(job.is_over for job in self.jobs.values()):
-            self._all_over.set()
-
-    def _end_run(self, error: BaseException) -> None:
-        """Ends the whole run with an error that the caller gets."""
-        if self._fatal is None:
-            self._fatal = error
-        self._all_over.set()
+        needed = [group for other in self.jobs.values() if other.is_live for group in (other.pool, other.data_worker)]
+        self._processes.retire_unused(needed)
+        self._on_over(job)
 
     # ---- commands
 
@@ -526,11 +580,11 @@ class Controller:
             case JobGivenUp():
                 self._fail_job(self.jobs[command.job], command.kind, command.reason)
             case KillWorker():
-                self._event("worker_killed", worker=self._processes.name_of(command.worker_id), reason=command.reason)
+                self.event("worker_killed", worker=self._processes.name_of(command.worker_id), reason=command.reason)
                 self._last_words[command.worker_id] = command.reason
                 self._server.lose(command.worker_id, command.reason)
             case Note():
-                self._event(command.kind, command.job, text=command.text)
+                self.event(command.kind, command.job, text=command.text)
             case _:
                 raise InternalError(f"no rule for command {type(command).__name__}")
 
@@ -538,7 +592,7 @@ class Controller:
         job = self.jobs[done.job]
         job.files.save_state(**{f"eval_{done.phase}": done.reward_mean})
         fields = {"phase": done.phase, "step": done.step, "reward_mean": done.reward_mean}
-        self._event("evaluated", job.name, **fields, num_scored=done.num_scored, num_items=done.num_items)
+        self.event("evaluated", job.name, **fields, num_scored=done.num_scored, num_items=done.num_items)
 
     def _on_job_done(self, job: Job) -> None:
         self._note_episodes(job)
@@ -583,6 +637,10 @@ class Controller:
     def _why(self, job: Job, now: float) -> str:
         if job.is_over:
             return ""
+        if job.state == PAUSED:
+            return "pause: waits to be resumed"
+        if job.state == PAUSING:
+            return "pause: what is in training is trained and saved"
         if job.state == FINISHING:
             return "export: the last checkpoint and the adapter are being written"
         if job.state == RUNNING:
@@ -601,7 +659,8 @@ class Controller:
         if self._on_status is not None:
             self._on_status(self.status())
 
-    def _event(self, kind: str, job: str = "", **fields: Any) -> None:
+    def event(self, kind: str, job: str = "", **fields: Any) -> None:
+        """Writes an event down and tells whoever listens."""
         record = {"time": time.time(), "kind": kind, **({"job": job} if job else {}), **fields}
         try:
             self._events.write(record)
@@ -609,6 +668,10 @@ class Controller:
             log.error("event not recorded kind=%s reason=%s", kind, error)
         if self._on_event is not None:
             self._on_event(record)
+
+    @property
+    def _runtime_path(self) -> Path:
+        return self.folder / "runtime.yaml"
 
     def _is_current(self, message: Any) -> bool:
         """Whether the message concerns the present incarnation of a job that is not over."""

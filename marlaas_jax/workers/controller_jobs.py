@@ -9,7 +9,17 @@ from marlaas_jax.messages import EnvLoaded, JobReady, LoadEnv, StepDone
 from marlaas_jax.rl import objective
 from marlaas_jax.rollout.settings import RolloutSettings
 from marlaas_jax.workers.controller_files import JobFiles, write_json
-from marlaas_jax.workers.controller_status import FAILED, FINISHING, RUNNING, STARTING, SUCCEEDED, JobResult, JobStatus
+from marlaas_jax.workers.controller_status import (
+    CANCELLED,
+    FAILED,
+    FINISHING,
+    PAUSED,
+    RUNNING,
+    STARTING,
+    SUCCEEDED,
+    JobResult,
+    JobStatus,
+)
 
 RATE_SMOOTHING = 0.03  # weight of the newest second in tokens per second: a mean over about half a minute
 
@@ -47,7 +57,12 @@ class Job:
     @property
     def is_over(self) -> bool:
         """True once the job has succeeded or failed."""
-        return self.state in (SUCCEEDED, FAILED)
+        return self.state in (SUCCEEDED, FAILED, CANCELLED)
+
+    @property
+    def is_live(self) -> bool:
+        """True while the job has, or should have, workers and a place on the device."""
+        return not self.is_over and self.state != PAUSED
 
     def open(self, *, resume: bool) -> None:
         """Opens the files; a job that succeeded before stays so, unless it is asked for more steps than it had."""
@@ -129,6 +144,18 @@ class Job:
         self.state, self.kind, self.reason = FAILED, kind, reason
         self.files.save_state(state=FAILED, kind=kind, reason=reason)
         self._write_summary()
+
+    def cancel(self, reason: str) -> None:
+        """Ends the job at its owner's wish."""
+        self.state, self.reason = CANCELLED, reason
+        self.files.save_state(state=CANCELLED, reason=reason, steps=self.step)
+        self._write_summary()
+
+    def paused(self) -> None:
+        """All that was in training is committed; the job waits to be resumed."""
+        self.state = PAUSED
+        self.since = time.monotonic()
+        self.files.save_state(state=PAUSED)
 
     def finishing(self) -> None:
         """All is trained; the adapter is being written."""

@@ -1,16 +1,17 @@
-"""The child processes of a run: one device process, data workers, pools of environment workers.
+"""The processes of one controller: which there are, how they are named, when they end.
 
-Built-in environments share a pool per family; a job with a user's own file has a pool to itself, so that whatever its code
-does stays its own affair. One data worker serves all jobs, a second one those whose items come out of a user's file. Workers
-are retired when the last job that uses them is over.
+Places: "device" owns the accelerator; "data" and "data-JOB" hold the items; "env-FAMILY-0" ... run the environments of one
+pool, "job-NAME-0" ... those of a job whose environment is a user's file. Data and environment workers are started when the
+first job needs them and retired when the last one is over; a place that is needed again while its worker still ends gets a
+new name.
 """
 
 import asyncio
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 
-from marlaas_jax.config import RunConfig
 from marlaas_jax.device import huge_pages
 from marlaas_jax.transport.server import Server
 from marlaas_jax.workers.supervisor import Event, Supervisor, WorkerSpec
@@ -21,38 +22,48 @@ ENV_MAX_RESTARTS = 1_000_000  # the orchestrator counts deaths without progress 
 
 
 class Processes:
-    """Starts, names and stops the workers of one run."""
+    """Starts, names and stops the workers of one controller."""
 
     DEVICE = "device"
 
-    def __init__(self, server: Server, config: RunConfig, run_dir: Path, device_module: str):
+    def __init__(self, server: Server, run_dir: Path, device_module: str, env_workers: int):
         self._server = server
-        self._config = config
         self._run_dir = run_dir
         self._device_module = device_module
+        self._env_workers = env_workers
         self._supervisor = Supervisor()
-        self._pools: dict[str, str] = {}  # worker name -> pool
+        self._groups: dict[str, str] = {}  # worker name -> its pool or data worker; gone once it is retired
+        self._pools: set[str] = set()
         self._names: dict[str, str] = {}  # worker id -> worker name, of all that ever connected
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start_device(self) -> None:
+    @property
+    def has_device(self) -> bool:
+        """Whether the device's process was started."""
+        return self.DEVICE in self._supervisor.workers
+
+    def start_device(self, runtime_path: Path) -> None:
         """Starts the process that owns the accelerator."""
-        args = ("--config", str(self._run_dir / "config.yaml"))
+        args = ("--runtime", str(runtime_path))
         self._start(self.DEVICE, self._device_module, args, huge_pages.environment(os.environ), max_restarts=5)
 
-    def start_data_workers(self, names: set[str]) -> None:
-        """Starts the processes that hold the items."""
-        for name in sorted(names):
+    def start_data_worker(self, group: str) -> None:
+        """Starts a process that holds items, unless it is there."""
+        if group not in self._groups.values():
+            name = self._free_name(group)
+            self._groups[name] = group
             self._start(name, "marlaas_jax.workers.data_worker", (), {}, max_restarts=5)
 
-    def start_pools(self, pools: set[str]) -> None:
-        """Starts the environment workers."""
-        for pool in sorted(pools):
-            for i in range(self._config.runtime.env_workers):
-                name = f"{pool}-{i}"
-                self._pools[name] = pool
-                single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # many processes share the cores
-                self._start(name, "marlaas_jax.workers.env_worker", (), single, max_restarts=ENV_MAX_RESTARTS)
+    def start_pool(self, pool: str) -> None:
+        """Starts the environment workers of a pool, unless they are there."""
+        if pool in self._groups.values():
+            return
+        self._pools.add(pool)
+        for i in range(self._env_workers):
+            name = self._free_name(f"{pool}-{i}")
+            self._groups[name] = pool
+            single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # many processes share the cores
+            self._start(name, "marlaas_jax.workers.env_worker", (), single, max_restarts=ENV_MAX_RESTARTS)
 
     async def next_event(self) -> Event:
         """Returns the next thing that happened to a process."""
@@ -70,12 +81,18 @@ class Processes:
         """Whether this start of a worker ever said Hello."""
         return worker_id in self._names
 
+    def group_of(self, name: str) -> str:
+        """Returns the pool or data worker that a place belongs to, "" for others."""
+        return self._groups.get(name, "")
+
     def pool_of(self, name: str) -> str:
         """Returns the pool of an environment worker, "" for others."""
-        return self._pools.get(name, "")
+        group = self.group_of(name)
+        return group if group in self._pools else ""
 
-    def worker_id_of(self, name: str) -> str:
-        """Returns the id of the present process of a place."""
+    def worker_id_of(self, group: str) -> str:
+        """Returns the id of the present process of a data worker, "" if there is none."""
+        name = next((name for name, other in self._groups.items() if other == group), "")
         worker = self._supervisor.workers.get(name)
         return worker.worker_id if worker else ""
 
@@ -85,11 +102,14 @@ class Processes:
         if worker is not None and worker.worker_id == worker_id and worker.is_running:
             self._supervisor.kill(worker)
 
-    def retire_unused(self, pools: set[str], data_workers: set[str]) -> None:
-        """Stops the environment and data workers that no live job needs."""
-        for name, worker in list(self._supervisor.workers.items()):
-            needed = name == self.DEVICE or self._pools.get(name) in pools or name in data_workers
-            if not needed:
+    def retire_unused(self, needed: Collection[str]) -> None:
+        """Stops the environment and data workers whose group is not among the needed ones."""
+        for name, group in list(self._groups.items()):
+            if group in needed:
+                continue
+            del self._groups[name]
+            self._pools.discard(group)
+            if (worker := self._supervisor.workers.get(name)) is not None:
                 task = asyncio.create_task(self._supervisor.stop(worker))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -107,8 +127,16 @@ class Processes:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
+    def _free_name(self, name: str) -> str:
+        """Returns the name, or with a number after it while a worker of that name still ends."""
+        number, free = 1, name
+        while free in self._supervisor.workers:
+            number += 1
+            free = f"{name}.{number}"
+        return free
+
     def _start(self, name: str, module: str, args: tuple[str, ...], env: dict[str, str], *, max_restarts: int) -> None:
-        is_env = name in self._pools
+        is_env = self.pool_of(name) != ""
         self._supervisor.start(
             WorkerSpec(
                 name=name,

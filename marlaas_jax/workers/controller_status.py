@@ -2,7 +2,8 @@
 
 import dataclasses
 
-STARTING, RUNNING, FINISHING, SUCCEEDED, FAILED = "starting", "running", "finishing", "succeeded", "failed"
+STARTING, RUNNING, PAUSING, PAUSED, FINISHING = "starting", "running", "pausing", "paused", "finishing"
+SUCCEEDED, FAILED, CANCELLED = "succeeded", "failed", "cancelled"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,7 +11,7 @@ class JobStatus:
     """One job now. Rewards are means of a batch; None: not known yet."""
 
     name: str
-    state: str  # starting, running, finishing, succeeded, failed
+    state: str  # starting, running, pausing, paused, finishing, succeeded, failed, cancelled
     step: int  # batches trained
     steps: int
     reward: float | None  # of the last batch trained
@@ -50,7 +51,7 @@ class JobResult:
     """How a job ended; also its summary.json."""
 
     name: str
-    state: str  # succeeded or failed
+    state: str  # succeeded, failed or cancelled
     kind: str  # of the failure: an exception class of errors.py; "" on success
     reason: str
     steps: int  # batches trained

@@ -1,7 +1,7 @@
 """The process that owns the accelerator: loads the base once, runs sampler and learner on it, answers the controller.
 
 One thread does everything on the device: it takes in what arrived, runs one bounded dispatch, sends what that finished, and
-again. Started by the supervisor as `python -m marlaas_jax.workers.device_process --address A --config RUN/config.yaml`.
+again. Started by the supervisor as `python -m marlaas_jax.workers.device_process --address A --runtime RUN/runtime.yaml`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     lifeline.hold()
     parser = argparse.ArgumentParser(prog="device_process")
     parser.add_argument("--address", required=True)
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--runtime", type=Path, required=True)
     parser.add_argument("--worker-id", required=True)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         traceback.print_exc()
         return EXIT_CONTROLLER_GONE
     try:
-        return _serve(client, options.config, options.worker_id)
+        return _serve(client, options.runtime, options.worker_id)
     except WorkerLost as error:
         log.warning("controller gone reason=%s", error)
         return EXIT_CONTROLLER_GONE
@@ -53,19 +53,19 @@ def main(arguments: list[str] | None = None) -> int:
         client.close()
 
 
-def _serve(client: Client, config_path: Path, worker_id: str) -> int:
-    from marlaas_jax.config import load_run
+def _serve(client: Client, runtime_path: Path, worker_id: str) -> int:
+    from marlaas_jax.config import load_runtime
     from marlaas_jax.device.build import build
 
-    run = load_run([config_path])
+    runtime = load_runtime(runtime_path)
     waiting: collections.deque[Message] = collections.deque()
 
     def report(done: int, total: int) -> None:
         client.send(DeviceStatus(worker_id, {}, {}, {"programs_compiled": done, "programs_total": total}, {}, 0))
 
-    device = build(run, report)
+    device = build(runtime, report)
     reporter = _Reporter(worker_id)
-    log.info("device ready model=%s", run.runtime.model)
+    log.info("device ready model=%s", runtime.model)
     while True:
         timeout_s = 0.0 if device.has_work() or waiting else IDLE_WAIT_S
         idle_since = time.monotonic()

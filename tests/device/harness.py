@@ -55,10 +55,9 @@ class Harness:
         clock = lambda: next(ticks) * 1e-3
         tokenizer = Tokenizer.load(source.resolve("tiny"))
         self.config, self.tmp_path = config, tmp_path
-        self.sampler = Sampler(MODEL, params, engine_settings(config, "float32"), tokenizer, clock)
-        self.learner = Learner.from_runtime(
-            MODEL, params, config.runtime, num_jobs=len(config.jobs), clock=clock, sampler_dtype="float32", group_sizes=(4,)
-        )
+        runtime = config.runtime.sized_for(config.jobs)
+        self.sampler = Sampler(MODEL, params, engine_settings(runtime, "float32"), tokenizer, clock)
+        self.learner = Learner.from_runtime(MODEL, params, runtime, clock=clock, sampler_dtype="float32")
         self.device = ColocatedDevice(
             MODEL, self.sampler, self.learner, IDENTITY, CANARY, "float32", config.runtime.bank.max_rank, clock, **options
         )

@@ -100,6 +100,6 @@ def workers_of(run_dir: Path, module: str = "marlaas_jax.workers") -> list[psuti
                 controllers = [p for p in psutil.process_iter(["cmdline"]) if str(run_dir) in (p.info["cmdline"] or [])]
             except psutil.NoSuchProcess:
                 continue
-            if str(run_dir / "config.yaml") in command or any(c.pid in parents for c in controllers):
+            if str(run_dir / "runtime.yaml") in command or any(c.pid in parents for c in controllers):
                 found.append(process)
     return found

@@ -43,8 +43,8 @@ def test_default_buckets_cover_the_context_with_few_programs(max_context, on_cpu
 
 
 def test_given_buckets_are_used_as_they_are():
-    section = LearnerSection(prompt_buckets=(48, 160), suffix_buckets=(8, 64), block_rows=16)
-    sizes = buckets.plan(section, SMOLLM2, max_context=256, max_rank=8, on_cpu=True, group_sizes=(4, 8))
+    section = LearnerSection(prompt_buckets=(48, 160), suffix_buckets=(8, 64), block_rows=8)
+    sizes = buckets.plan(section, SMOLLM2, max_context=256, max_rank=8, on_cpu=True)
     assert [(s.prompt, s.suffix, s.rows, s.blocks) for s in sizes.shapes] == [
         (48, 8, 8, 2),
         (48, 64, 4, 1),

@@ -1,6 +1,6 @@
 """A device without JAX: a policy whose share of right answers rises with each batch. Runs as the device's process.
 
-    python -m tests.workers.fakes --address A --config RUN/config.yaml --worker-id ID
+    python -m tests.workers.fakes --address A --runtime RUN/runtime.yaml --worker-id ID
 
 Completions are "yes" or "no", decided by seed and version, so a run is reproducible. Each job's state is a JSON file per
 committed step. $FAKE_DEVICE holds JSON; the first four are by job:
@@ -18,7 +18,7 @@ import struct
 import time
 from pathlib import Path
 
-from marlaas_jax.config import JobConfig, load_run
+from marlaas_jax.config import JobConfig, load_runtime
 from marlaas_jax.messages import (
     AddJob,
     CancelGenerate,
@@ -139,12 +139,12 @@ def main() -> None:
     lifeline.hold()
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--runtime", type=Path, required=True)
     parser.add_argument("--worker-id", required=True)
     arguments = parser.parse_args()
     client = Client(arguments.address, "device", arguments.worker_id)
-    config = load_run([arguments.config])
-    device = FakeDevice(Tokenizer.load(source.resolve(config.runtime.model)), json.loads(os.environ.get("FAKE_DEVICE", "{}")))
+    runtime = load_runtime(arguments.runtime)
+    device = FakeDevice(Tokenizer.load(source.resolve(runtime.model)), json.loads(os.environ.get("FAKE_DEVICE", "{}")))
     reported = time.monotonic()
     while True:
         message = client.receive(0.2)

@@ -14,7 +14,7 @@ import yaml
 from marlaas_jax.cli.run import exit_code
 from marlaas_jax.config import RunConfig, validate
 from marlaas_jax.errors import InvalidConfig, StorageError
-from marlaas_jax.workers import controller
+from marlaas_jax.workers import run
 from marlaas_jax.workers.controller_files import read_lines
 from marlaas_jax.workers.controller_status import RunResult
 
@@ -76,9 +76,7 @@ def make(*jobs, **runtime):
 
 def train(config, run_dir, **options):
     async def limited():
-        return await asyncio.wait_for(
-            controller.run(config, run_dir, device_module="tests.workers.fakes", **options), timeout=100
-        )
+        return await asyncio.wait_for(run.run(config, run_dir, device_module="tests.workers.fakes", **options), timeout=100)
 
     return asyncio.run(limited())
 
@@ -213,8 +211,8 @@ CRASHING = """
 import asyncio, sys
 from pathlib import Path
 from marlaas_jax.config import load_run
-from marlaas_jax.workers import controller
-asyncio.run(controller.run(load_run([Path(sys.argv[1])]), Path(sys.argv[2]), sys.argv[3] == "resume",
+from marlaas_jax.workers import run
+asyncio.run(run.run(load_run([Path(sys.argv[1])]), Path(sys.argv[2]), sys.argv[3] == "resume",
                            device_module="tests.workers.fakes"))
 """
 
@@ -244,7 +242,7 @@ def test_an_interrupted_run_stops_soon_and_leaves_no_process(tmp_path, rewards):
     async def interrupted():
         config = make(job("a", f"{rewards}:good", steps=100))
         running = asyncio.create_task(
-            controller.run(
+            run.run(
                 config,
                 tmp_path / "run",
                 device_module="tests.workers.fakes",

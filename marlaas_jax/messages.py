@@ -364,8 +364,8 @@ class EnvError(Message, frozen=True):
 
 ANY = (
     Hello | Heartbeat | Shutdown | WorkerFailed
-    | AddJob | RemoveJob | Generate | CancelGenerate | TrainBatch | FinishJob
-    | JobReady | JobFailed | JobFinished | Generated | StepDone | Checkpointed | JobWarning | DeviceStatus
+    | AddJob | PauseJob | RemoveJob | Generate | CancelGenerate | TrainBatch | FinishJob
+    | JobReady | JobFailed | JobFinished | JobPaused | Generated | StepDone | Checkpointed | JobWarning | DeviceStatus
     | LoadEnv | EnvLoaded | GetItem | Item | EnvReset | EnvStep | EnvClose | EnvObservation | EnvDone | EnvError
 )  # fmt: skip
 

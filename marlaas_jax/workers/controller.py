@@ -73,6 +73,7 @@ from marlaas_jax.workers.supervisor import Exited, GaveUp, Restarted
 log = logging.getLogger(__name__)
 
 DEVICE_MODULE = "marlaas_jax.workers.device_process"
+RETIRED = "it was retired"
 TICK_S = 0.25
 STATUS_INTERVAL_S = 1.0
 START_TIMEOUT_S = 3600.0  # loading, compiling and opening of one job
@@ -451,6 +452,8 @@ class Controller:
 
     def _on_lost(self, worker_id: str, message: PeerLost, now: float) -> None:
         reason = self._last_words.pop(worker_id, "") or message.reason
+        if reason == RETIRED:
+            return
         name = self._processes.name_of(worker_id)
         self._last_death[name] = reason
         self.event("worker_lost", worker=name or worker_id, role=message.role, reason=reason)
@@ -474,6 +477,9 @@ class Controller:
 
     def _on_exited(self, event: Exited, now: float) -> None:
         if event.expected:
+            if event.worker_id in self._server.peers:
+                self._last_words[event.worker_id] = RETIRED
+                self._server.lose(event.worker_id, RETIRED)
             return
         last_line = event.log_tail.strip().splitlines()[-1:] or [""]
         reason = f"{event.reason}; it printed last: {last_line[0][:300]}" if last_line[0] else event.reason

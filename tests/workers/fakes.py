@@ -29,7 +29,9 @@ from marlaas_jax.messages import (
     Generated,
     JobFailed,
     JobFinished,
+    JobPaused,
     JobReady,
+    PauseJob,
     RemoveJob,
     Shutdown,
     StepDone,
@@ -60,6 +62,10 @@ class FakeDevice:
                 return self.train(message)
             case FinishJob() if message.job in self.jobs:
                 return self.finish(message)
+            case PauseJob() if message.job in self.jobs:
+                job = self.jobs.pop(message.job)
+                self.commit(job, base64.b64decode(job["ledger"]))
+                return [JobPaused(message.job, message.incarnation, job["step"])]
             case RemoveJob():
                 self.jobs.pop(message.job, None)
             case CancelGenerate():

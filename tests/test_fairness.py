@@ -62,3 +62,26 @@ def test_a_weight_may_change_and_an_estimate_be_taken_back():
     shares.charge("a", 80)
     shares.charge("a", -80)
     assert abs(serve(shares, {"a": 8, "b": 8}, 4)["b"] - 24) <= 8
+
+
+def test_what_was_served_while_nobody_else_waited_is_no_debt():
+    """As a queue sees it that is emptied between two turns: each job ran alone for a while, one of them much longer."""
+    shares = Shares()
+    for job, turns in {"a": 100, "b": 300}.items():
+        shares.add(job, 1.0)
+        for _ in range(turns):
+            assert shares.order([job]) == [job]
+            shares.charge(job, 8)
+            shares.order([])
+    shares.add("new", 1.0)
+    assert serve(shares, {"a": 8, "b": 8, "new": 8}, 60) == {"a": 160, "b": 160, "new": 160}
+
+
+def test_counting_is_exact_after_any_amount_and_at_the_smallest_and_largest_weights():
+    shares = Shares()
+    for job, weight in {"a": 0.001, "b": 0.001, "heavy": 1000.0}.items():
+        shares.add(job, weight)
+    shares.order(["heavy"])
+    shares.charge("heavy", 1e20)
+    served = serve(shares, {"a": 1, "b": 1}, 1000)
+    assert served == {"a": 500, "b": 500}

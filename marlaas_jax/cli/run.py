@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import operator
 import time
 from pathlib import Path
 
@@ -76,4 +77,18 @@ def resolve(files: list[Path], directory: Path | None, resume: bool, overrides: 
         raise InvalidConfig("--resume: give --dir RUN and no job files; the run folder holds its configuration")
     if not (directory / "config.yaml").is_file():
         raise NotFound(f"--dir={directory}: is not a run folder (it has no config.yaml)")
-    return load_run([directory / "config.yaml"], overrides)
+    changed = load_run([directory / "config.yaml"], overrides)
+    _require_same_tickets(load_run([directory / "config.yaml"]), changed)
+    return changed
+
+
+def _require_same_tickets(stored: RunConfig, changed: RunConfig) -> None:
+    """Refuses to go on with a job whose steps and items until now would mean something else."""
+    for before, after in zip(stored.jobs, changed.jobs, strict=True):
+        for field in ("name", "env", "env_args", "data", "seed", "lora", "rollout.groups_per_batch"):
+            old, new = (operator.attrgetter(field)(job) for job in (before, after))
+            if old != new:
+                raise InvalidConfig(
+                    f"--resume --set jobs.{before.name}.{field}={new!r}: the job has begun with {old!r} and must keep it; "
+                    f"start a new run, if need be with lora.init_from"
+                )

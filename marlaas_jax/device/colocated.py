@@ -7,6 +7,7 @@ learner in a row. A fault of one job fails that job only.
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from marlaas_jax.checkpoint.job_checkpoints import JobCheckpoints, JobState
 from marlaas_jax.config import JobConfig
 from marlaas_jax.device import initial
 from marlaas_jax.engine.sampler import Sampler
-from marlaas_jax.errors import MarlaasError, StorageError, WrongWeights
+from marlaas_jax.errors import InternalError, MarlaasError, StorageError, WrongWeights
 from marlaas_jax.learner.learner import Learner
 from marlaas_jax.lora import peft_format, receipt
 from marlaas_jax.lora.adapter import AdapterSpec
@@ -42,6 +43,8 @@ from marlaas_jax.messages import (
 )
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.model.identity import require_same
+
+log = logging.getLogger(__name__)
 
 MAX_FAILED_SAVES = 3  # in a row; then the job fails
 MAX_LEAD_S = 1.0  # a stage that was idle may not claim more than this when it comes back
@@ -198,9 +201,13 @@ class ColocatedDevice:
         job = self._jobs.get(message.job)
         if job is None or job.incarnation != message.incarnation:
             return []
+        return self._guarded(job, lambda: action(job, message))
+
+    def _guarded(self, job: _Job, action: Callable[[], list[Message]]) -> list[Message]:
+        """Runs what concerns one job alone: whatever it raises ends that job and no other."""
         try:
-            return action(job, message)
-        except MarlaasError as error:
+            return action()
+        except Exception as error:
             return self._fail(job, error)
 
     # ---- the life of a job
@@ -214,27 +221,29 @@ class ColocatedDevice:
         spec = initial.spec_of_job(config)
         try:
             checkpoints = JobCheckpoints(Path(message.job_dir) / "checkpoints", config.checkpoint.keep)
-        except MarlaasError as error:
-            return [JobFailed(message.job, message.incarnation, type(error).__name__, str(error))]
+        except Exception as error:
+            return [_failed(message.job, message.incarnation, error)]
         job = _Job(config, message.incarnation, spec, checkpoints, {}, saved_at_s=self._clock())
         self._jobs[message.job] = job
-        try:
-            state = checkpoints.restore(repair=True) if message.resume else None
-            if state is not None:
-                require_same(self._identity, state.identity, "this run's", f"the one of {checkpoints.directory}")
-                initial.require_same_adapter(spec, initial.spec_of(state), f"the checkpoints in {checkpoints.directory}")
-                job.step = job.saved_step = state.step
-                job.ledger = state.ledger
-                weights = {"arrays": state.arrays, "counters": state.counters}
-                self._learner.add_job(message.job, message.incarnation, config, spec, state=weights)
-            else:
-                start = initial.weights(self._model, spec, config.lora.init_from, self._max_rank, self._identity)
-                self._learner.add_job(message.job, message.incarnation, config, spec, weights=start)
-            snapshot = self._publish(job, message.job)
-        except MarlaasError as error:
-            return self._fail(job, error)
+        return self._guarded(job, lambda: self._begin(job, message.resume))
+
+    def _begin(self, job: _Job, resume: bool) -> list[Message]:
+        """Gives a new job its weights, or those that it had, and publishes them."""
+        config, spec, checkpoints = job.config, job.spec, job.checkpoints
+        state = checkpoints.restore(repair=True) if resume else None
+        if state is not None:
+            require_same(self._identity, state.identity, "this run's", f"the one of {checkpoints.directory}")
+            initial.require_same_adapter(spec, initial.spec_of(state), f"the checkpoints in {checkpoints.directory}")
+            job.step = job.saved_step = state.step
+            job.ledger = state.ledger
+            weights = {"arrays": state.arrays, "counters": state.counters}
+            self._learner.add_job(config.name, job.incarnation, config, spec, state=weights)
+        else:
+            start = initial.weights(self._model, spec, config.lora.init_from, self._max_rank, self._identity)
+            self._learner.add_job(config.name, job.incarnation, config, spec, weights=start)
+        snapshot = self._publish(job, config.name)
         record = receipt.receipt(self._model, spec).to_dict()
-        return [JobReady(message.job, job.incarnation, job.step, snapshot.version, job.ledger, snapshot.fingerprint, record)]
+        return [JobReady(config.name, job.incarnation, job.step, snapshot.version, job.ledger, snapshot.fingerprint, record)]
 
     def _train(self, job: _Job, batch: TrainBatch) -> list[Message]:
         if batch.step != job.step + len(job.ledgers) and batch.step not in job.ledgers:
@@ -247,12 +256,12 @@ class ColocatedDevice:
         job = self._jobs.get(done.job)
         if job is None or job.incarnation != done.incarnation:
             return []
-        try:
-            start = self._clock()
-            snapshot = self._publish(job, done.job)
-            self._busy_s["publish"] += self._clock() - start
-        except MarlaasError as error:
-            return self._fail(job, error)
+        return self._guarded(job, lambda: self._end_step(job, done))
+
+    def _end_step(self, job: _Job, done: StepDone) -> list[Message]:
+        start = self._clock()
+        snapshot = self._publish(job, done.job)
+        self._busy_s["publish"] += self._clock() - start
         self._learner_busy_s[done.job] = self._learner_busy_s.get(done.job, 0.0) + done.metrics["learner/busy_s"]
         self._trained_tokens += done.metrics["learner/num_loss_tokens"]
         job.step = done.step
@@ -260,10 +269,7 @@ class ColocatedDevice:
         saved = self._save_if_due(job)
         metrics = {name: value for name, value in done.metrics.items() if math.isfinite(value)}
         step = StepDone(done.job, done.incarnation, done.step, snapshot.version, snapshot.fingerprint, metrics)
-        try:
-            return [step, *saved, *self._close_paused(job)]
-        except MarlaasError as error:
-            return [step, *saved, *self._fail(job, error)]
+        return [step, *saved, *self._guarded(job, lambda: self._close_paused(job))]
 
     def _after(self, message: Message) -> list[Message]:
         if isinstance(message, JobFailed):
@@ -315,9 +321,9 @@ class ColocatedDevice:
             return [JobWarning(name, job.incarnation, str(error))]
         return []
 
-    def _fail(self, job: _Job, error: MarlaasError) -> list[Message]:
+    def _fail(self, job: _Job, error: Exception) -> list[Message]:
         name = job.config.name
-        return [JobFailed(name, job.incarnation, type(error).__name__, str(error)), *self._close(name)]
+        return [_failed(name, job.incarnation, error), *(self._close(name) if self._jobs.get(name) is job else [])]
 
     # ---- publishing
 
@@ -380,3 +386,11 @@ class ColocatedDevice:
         if job.failed_saves >= MAX_FAILED_SAVES:
             return self._fail(job, error)
         return [JobWarning(job.config.name, job.incarnation, str(error))]
+
+
+def _failed(name: str, incarnation: int, error: Exception) -> JobFailed:
+    """Returns the message; an error that nobody foresaw leaves its traceback in the log."""
+    if isinstance(error, MarlaasError):
+        return JobFailed(name, incarnation, type(error).__name__, str(error))
+    log.error("job failed job=%s", name, exc_info=error)
+    return JobFailed(name, incarnation, InternalError.__name__, f"{type(error).__name__}: {error}")

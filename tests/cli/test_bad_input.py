@@ -177,3 +177,27 @@ def test_paths_are_relative_to_the_job_file_and_in_overrides_to_the_working_dire
     assert config.runtime.chat_template == str(outer / "b.jinja")
     assert config.jobs[0].lora.init_from == str(outer / "run/job") and config.jobs[0].env == f"{outer}/mine.py:reward"
     assert config.jobs[0].env_args["path"] == str(inner / "data")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("seed=5", ["jobs.upper.seed=5", "begun with 0"]),
+        ("env=tiny:lower", ["jobs.upper.env='tiny:lower'", "'tiny:upper'"]),
+        ("rollout.groups_per_batch=2", ["groups_per_batch=2", "begun with 8"]),
+        ("lora.rank=2", ["jobs.upper.lora"]),
+    ],
+)
+def test_a_resumed_job_keeps_what_its_tickets_mean(tmp_path, change, words):
+    """A refusal leaves the run's configuration as it was, so the next plain --resume goes on."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    stored = load_run([write(tmp_path / "job.yaml", GOOD)])
+    document = yaml.safe_dump(stored.model_dump(mode="json"))
+    (run_dir / "config.yaml").write_text(document)
+    sentence = refuse("run", "--resume", "--dir", run_dir, "--set", f"jobs.upper.{change}")
+    assert all(word in sentence for word in words), sentence
+    assert (run_dir / "config.yaml").read_text() == document
+    more = ["run", "--resume", "--dir", str(run_dir), "--check", "--set", "jobs.upper.steps=9"]
+    result = CliRunner().invoke(app, more)
+    assert result.exit_code == 0 and yaml.safe_load(result.stdout)["jobs"][0]["steps"] == 9

@@ -3,8 +3,19 @@
 import numpy as np
 import pytest
 
+from marlaas_jax.device import initial
 from marlaas_jax.errors import StorageError
-from marlaas_jax.messages import Checkpointed, FinishJob, JobFailed, JobFinished, JobReady, JobWarning, RemoveJob
+from marlaas_jax.messages import (
+    AddJob,
+    Checkpointed,
+    FinishJob,
+    JobFailed,
+    JobFinished,
+    JobReady,
+    JobWarning,
+    RemoveJob,
+    StepDone,
+)
 from tests.device.harness import failures, run_config, steps_done
 
 
@@ -126,3 +137,21 @@ def test_init_from_another_run_and_from_its_export_start_from_those_weights(make
         for ours, theirs in zip(second.weights("a"), wanted, strict=True):
             np.testing.assert_array_equal(ours, theirs)
         second.device.close()
+
+
+def test_an_error_that_nobody_foresaw_ends_its_own_job_only(make, monkeypatch):
+    """Design 13.9: while a job is opened, trained or published."""
+    harness = make(run_config(3))
+    harness.add("b")
+    real = initial.weights
+    monkeypatch.setattr(initial, "weights", lambda model, spec, *rest: [].pop() if spec.seed else real(model, spec, *rest))
+    opened = harness.config.jobs[0].model_copy(update={"seed": 1})
+    message = AddJob("a", 0, opened.model_dump_json().encode(), str(harness.tmp_path / "a"))
+    failed, *_ = harness.device.handle(message)
+    assert (type(failed), failed.job, failed.kind) == (JobFailed, "a", "InternalError") and "IndexError" in failed.reason
+    monkeypatch.setattr(harness.sampler, "publish", lambda snapshot: 1 // 0 if snapshot.job == "c" else "")
+    failed, *_ = harness.add("c")
+    assert (type(failed), failed.job, failed.kind) == (JobFailed, "c", "InternalError") and "ZeroDivision" in failed.reason
+    monkeypatch.undo()
+    assert [done.step for done in harness.train("b", 0) if isinstance(done, StepDone)] == [1]
+    assert isinstance(harness.add("c", incarnation=1)[0], JobReady), "its slots are free again"

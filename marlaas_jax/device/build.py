@@ -93,20 +93,19 @@ def build_stages(runtime: RuntimeConfig, progress: Progress = lambda done, total
         sampler_dtype=dtype,
     )
     total = learner.sizes.num_programs + len(sampler.engine.buckets.programs())
-    done = learner.sizes.num_programs
+    done = 0
     start = time.monotonic()
     progress(0, total)
-    learner.warmup()
-    log.info("learner compiled programs=%d seconds=%.1f", done, time.monotonic() - start)
 
     def compiled(name: str) -> None:
         nonlocal done
         done += 1
         progress(done, total)
-        log.info("compiling program=%r done=%d total=%d seconds=%.1f", name, done, total, time.monotonic() - start)
+        log.info("program ready name=%r done=%d total=%d seconds=%.1f", name, done, total, time.monotonic() - start)
 
+    learner.warmup(compiled)
     sampler.warmup(compiled)  # last: it counts compiles from here on
-    log.info("all programs compiled count=%d seconds=%.1f", total, time.monotonic() - start)
+    log.info("all programs ready count=%d seconds=%.1f", total, time.monotonic() - start)
     return Stages(folder, model, dtype, tokenizer, sampler, learner)
 
 

@@ -89,7 +89,6 @@ class ColocatedDevice:
         self._stage = ""  # that had the last dispatch
         self._service_s = {"sampler": 0.0, "learner": 0.0}
         self._busy_s = {"sampler": 0.0, "learner": 0.0, "publish": 0.0}
-        self._learner_busy_s: dict[str, float] = {}  # by job
         self._trained_tokens = 0.0
         self._longest_s = {"learner/longest_dispatch_s": 0.0, "sampler/longest_wait_s": 0.0}
         self._sampler_waits_since: float | None = None
@@ -164,7 +163,7 @@ class ColocatedDevice:
         """Returns sums since the start: "busy/STAGE" and "job/NAME" in seconds, tokens by what was done with them."""
         busy = {f"busy/{stage}": seconds for stage, seconds in self._busy_s.items()}
         jobs = {f"job/{name}": seconds for name, seconds in self._sampler.busy_by_job_s.items()}
-        for name, seconds in self._learner_busy_s.items():
+        for name, seconds in self._learner.busy_by_job_s.items():
             jobs[f"job/{name}"] = jobs.get(f"job/{name}", 0.0) + seconds
         sampled = float(sum(self._sampler.sampled_tokens.values()))
         prefilled = float(sum(self._sampler.prefilled_tokens.values()))
@@ -262,7 +261,6 @@ class ColocatedDevice:
         start = self._clock()
         snapshot = self._publish(job, done.job)
         self._busy_s["publish"] += self._clock() - start
-        self._learner_busy_s[done.job] = self._learner_busy_s.get(done.job, 0.0) + done.metrics["learner/busy_s"]
         self._trained_tokens += done.metrics["learner/num_loss_tokens"]
         job.step = done.step
         job.ledger, job.reward = job.ledgers.pop(done.step - 1)

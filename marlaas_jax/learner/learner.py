@@ -7,7 +7,7 @@ skipped (nothing to learn, or a gradient that is not finite), so versions keep p
 """
 
 import dataclasses
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -84,6 +84,7 @@ class Learner:
         self._free_slots = list(range(num_slots - 1, 0, -1))
         self._jobs: dict[str, _Job] = {}
         self._shares = Shares()
+        self.busy_by_job_s: dict[str, float] = defaultdict(float)  # of micro-batches, each block its part
         self._cost = CostModel()
         self._running: _Running | None = None
         self.counters = {"micro_batches": 0, "padded_tokens": 0, "tokens": 0, "updates": 0, "scored_micro_batches": 0}
@@ -282,9 +283,11 @@ class Learner:
                 job.batches[0].finished(work)
 
     def _account(self, running: _Running, seconds: float) -> None:
+        part = seconds / len(running.work)
         for job, _ in running.work:
+            self.busy_by_job_s[job.name] += part
             if self._jobs.get(job.name) is job and job.batches:
-                figures.add(job.batches[0].busy, {"busy_s": seconds / len(running.work)})
+                figures.add(job.batches[0].busy, {"busy_s": part})
 
     # ---- optimizer
 

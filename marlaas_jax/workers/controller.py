@@ -72,6 +72,7 @@ from marlaas_jax.rollout.orchestrator import Orchestrator
 from marlaas_jax.text.tokenizer import Tokenizer
 from marlaas_jax.transport.flow import PeerLost
 from marlaas_jax.transport.server import Server
+from marlaas_jax.workers import folder_lock
 from marlaas_jax.workers.controller_device import SILENCE_S, DeviceLink
 from marlaas_jax.workers.controller_files import Log, writing
 from marlaas_jax.workers.controller_jobs import Job
@@ -146,11 +147,15 @@ class Controller:
 
         Raises a UserError, before any compute where that is possible, for what the caller can mend.
         """
+        tokenizer = await asyncio.to_thread(self._load_tokenizer)  # what is refused leaves no folder behind
+        with writing(self.folder):
+            (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        with folder_lock.hold(self.folder):
+            await self._serve(started, tokenizer)
+
+    async def _serve(self, started: Callable[[], None], tokenizer: Tokenizer) -> None:
         tasks: list[asyncio.Task] = []
         try:
-            tokenizer = await asyncio.to_thread(self._load_tokenizer)  # what is refused leaves no folder behind
-            with writing(self.folder):
-                (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             document = yaml.safe_dump(self.runtime.model_dump(mode="json"), sort_keys=False)
             with writing(self._runtime_path):
                 self._runtime_path.write_text(document)

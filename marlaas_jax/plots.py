@@ -8,15 +8,17 @@ SMOOTHING_STEPS = 3
 
 
 def read_metrics(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
-    """Returns the metric rows of each job of a run folder, in step order; a last line cut short by a crash is left out."""
+    """Returns the metric rows of each job of a run folder, in step order, as far as they can be read."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(run_dir.glob("jobs/*/metrics.jsonl")):
         rows[path.parent.name] = []
-        for line in path.read_text().splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # not splitlines: U+2028 is no line's end
             try:
-                rows[path.parent.name].append(json.loads(line))
-            except json.JSONDecodeError:
+                row = json.loads(line)
+            except (ValueError, RecursionError):  # cut short by a crash, or damaged
                 break
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows[path.parent.name].append(row)
     return rows
 
 
@@ -29,7 +31,8 @@ def reward_figure(rows_by_job: dict[str, list[dict[str, Any]]], title: str = "")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for name, rows in rows_by_job.items():
-        points = [(row["step"], row["rollout/reward_mean"]) for row in rows if row.get("rollout/reward_mean") is not None]
+        rewards_by_step = [(row["step"], row.get("rollout/reward_mean")) for row in rows]
+        points = [(step, reward) for step, reward in rewards_by_step if isinstance(reward, int | float)]
         if not points:
             continue
         steps, rewards = zip(*points, strict=True)

@@ -28,14 +28,15 @@ class Gsm8k:
         if not path or not file.is_file():
             raise EnvLookupError(f"env_args.path={path!r}: must be a folder with train.jsonl and test.jsonl of GSM8K")
         items = []
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                row = json.loads(line)
-                question, answer = row["question"], row["answer"].rpartition("####")[2].strip()
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise EnvLookupError(f"{file}: line {number} is not an object with `question` and `answer`") from None
-            prompt = f"{question}\n{_INSTRUCTION}" if chat else f"Q: {question}\nA:"
-            items.append({"prompt": prompt, "answer": answer})
+        with file.open(encoding="utf-8") as lines:  # not splitlines: a text may hold U+2028
+            for number, line in enumerate(lines, 1):
+                try:
+                    row = json.loads(line)
+                    question, answer = row["question"], row["answer"].rpartition("####")[2].strip()
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    raise EnvLookupError(f"{file}: line {number} is not an object with `question` and `answer`") from None
+                prompt = f"{question}\n{_INSTRUCTION}" if chat else f"Q: {question}\nA:"
+                items.append({"prompt": prompt, "answer": answer})
         if not items:
             raise EnvLookupError(f"{file}: it is empty")
         return Listed(items)

@@ -35,6 +35,7 @@ from marlaas_jax.messages import Generate, Generated, LoadEnv, Sampling, StepDon
 from marlaas_jax.rl.advantages import group_advantages
 from marlaas_jax.rl.objective import resolve
 from marlaas_jax.rollout.tickets import derive_seed
+from marlaas_jax.workers.controller_files import read_lines
 
 JOBS = {
     "smollm2-135m": {
@@ -183,9 +184,8 @@ def served_steps(config: RunConfig) -> tuple[list[Step], dict[str, float]]:
         if done.returncode:
             raise MarlaasError(f"marlaas run ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
         records = [json_format.loads(line) for line in done.stdout.splitlines()]
-        lines = (directory / "jobs" / config.jobs[0].name / "metrics.jsonl").read_text().splitlines()
+        trained = read_lines(directory / "jobs" / config.jobs[0].name / "metrics.jsonl")
     counters = [record["device_counters"] for record in records if record["type"] == "status"][-1]
-    trained = [json_format.loads(line) for line in lines]
     steps = [Step(x["time"], int(x["rollout/num_tokens"]), x["rollout/reward_mean"]) for x in trained]
     return steps, counters
 

@@ -1,15 +1,18 @@
 """The checkpoints of one job: weights, moments, counters and ledger of one moment as one atomic orbax step.
 
-A step exists once orbax has renamed it into place; a half-written one is never listed and is removed at the next start. Saving
-runs in the background; its outcome is asked for by `poll` and is never lost. A failed save is forgotten, so that the next
-one happens.
+A step exists once orbax has renamed it into place; a half-written one is never listed and is removed when the job's owner
+opens the folder next. Saving runs in the background; its outcome is asked for by `poll` and is never lost. A failed save is
+forgotten, so that the next one happens. Which steps are kept is decided here, by rewards that the steps themselves hold:
+orbax forgets its metrics with the process.
 """
 
 import base64
 import dataclasses
 import errno
 import logging
+import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +39,45 @@ class JobState:
     spec: dict[str, Any]  # of the adapter: rank, alpha, targets, seed
 
 
-class JobCheckpoints:
-    """Reads and writes `directory`; keeps the newest `keep` steps and the one with the highest reward."""
+@dataclasses.dataclass
+class _NewestAndBest(checkpoint_managers.PreservationPolicy):
+    """Keeps the newest `num_newest` steps and the one with the highest reward, the newer of equals."""
 
-    def __init__(self, directory: Path, keep: int = 2):
+    num_newest: int
+    rewards: Mapping[int, float]  # by step, of those that have one; grows with every save
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: checkpoint_managers.PreservationContext,
+    ) -> Sequence[bool]:
+        """Returns for each checkpoint whether it stays."""
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        best = max((step for step in steps if step in self.rewards), key=lambda step: (self.rewards[step], step), default=None)
+        return [step == best or step in sorted(steps)[-self.num_newest :] for step in steps]
+
+
+class JobCheckpoints:
+    """Reads and writes `directory`; keeps the newest `keep` steps and the one with the highest reward.
+
+    One process at a time owns the folder. Any other opens it `read_only`, which neither makes nor removes anything.
+    """
+
+    def __init__(self, directory: Path, keep: int = 2, *, read_only: bool = False):
         self.directory = directory
         self._pending: int | None = None
-        policy = checkpoint_managers.AnyPreservationPolicy(
-            [checkpoint_managers.LatestN(keep), checkpoint_managers.BestN(get_metric_fn=lambda metrics: metrics["reward"], n=1)]
+        self._read_only = read_only
+        self._rewards: dict[int, float] = {}
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=_NewestAndBest(keep, self._rewards), create=not read_only, cleanup_tmp_directories=not read_only
         )
-        options = ocp.CheckpointManagerOptions(preservation_policy=policy, create=True)
         try:
             self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
         except OSError as error:
             raise StorageError(f"{directory}: cannot hold checkpoints ({error.strerror or error})") from error
+        for step in () if read_only else self.steps():
+            self._recall_reward(step)
 
     @property
     def busy(self) -> bool:
@@ -62,10 +90,15 @@ class JobCheckpoints:
 
     def save(self, state: JobState, reward: float) -> None:
         """Starts writing `state`; returns once the arrays are copied. Raises StorageError if this or the last save failed."""
+        assert not self._read_only, self.directory
         self.wait()
+        self._rewards.pop(state.step, None)
+        if math.isfinite(reward):
+            self._rewards[state.step] = float(reward)
         meta = {
             "schema_version": SCHEMA_VERSION,
             "step": state.step,
+            "reward": self._rewards.get(state.step),
             "counters": state.counters,
             "ledger": base64.b64encode(state.ledger).decode(),
             "identity": state.identity,
@@ -73,7 +106,7 @@ class JobCheckpoints:
         }
         arguments = ocp.args.Composite(arrays=ocp.args.PyTreeSave(state.arrays), meta=ocp.args.JsonSave(meta))
         self._pending = state.step
-        self._guarded(lambda: self._manager.save(state.step, args=arguments, metrics={"reward": reward}, force=True))
+        self._guarded(lambda: self._manager.save(state.step, args=arguments, force=True))
 
     def poll(self) -> int | None:
         """Returns the step whose save has just been committed, or None. Raises StorageError if it failed."""
@@ -98,6 +131,7 @@ class JobCheckpoints:
 
         `repair` removes newer steps that cannot be read, so that they can be written again: for the job's owner only.
         """
+        assert not (repair and self._read_only), self.directory
         candidates = self.steps()[::-1] if step is None else [step]
         for i, candidate in enumerate(candidates):
             try:
@@ -136,6 +170,16 @@ class JobCheckpoints:
             raise CorruptFile(
                 f"{path}: the checkpoint cannot be read ({type(error).__name__}: {_first_line(error)})"
             ) from error
+
+    def _recall_reward(self, step: int) -> None:
+        """Learns the reward of a step of an earlier life; one that cannot be read has none."""
+        try:
+            reward = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"].get("reward")
+        except Exception as error:  # the same many types as below; `restore` tells its owner
+            _log.warning("reward of a checkpoint unreadable step=%d error=%s", step, _first_line(error))
+            return
+        if isinstance(reward, int | float):
+            self._rewards[step] = reward
 
     def _guarded(self, action: Any) -> None:
         try:

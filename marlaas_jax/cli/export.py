@@ -17,10 +17,10 @@ def export(run_source: str, out: Path, merged: bool) -> dict[str, Any]:
         raise InvalidConfig(f"--out={out}: exists already; name a new folder")
     run = split_source(run_source)
     folder = source.resolve(run.config.runtime.model)
-    state = initial.read_run_step(run_source)
+    state = initial.read_run_step(run_source)  # once: a run that goes on has another newest step by the next time
     base = identity(folder, run.template)
     require_same(base, state.identity, f"the folder {folder}: its", f"that of {run_source!r}")
-    spec, weights = initial.read_adapter(run_source, hf_config.read(folder), None, base)
+    spec, weights = initial.adapter_of(state, run_source, hf_config.read(folder), None, base)
     extra = {"job": run.job, "step": state.step}
     if merged:
         merge.merge(folder, out, spec, weights, extra=extra)

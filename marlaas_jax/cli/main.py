@@ -1,6 +1,7 @@
 """The command line. Each command imports what it needs when it runs, so `marlaas --help` is quick and loads no JAX.
 
-Exit codes: 0 all well; 1 a job failed; 2 the caller can mend it (one sentence on standard error); 130 interrupted.
+Exit codes: 0 all well; 1 a job failed; 2 the caller can mend it (one sentence on standard error); 130 interrupted;
+143 terminated.
 """
 
 import contextlib

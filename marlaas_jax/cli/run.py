@@ -1,6 +1,5 @@
 """`marlaas run`: validates, trains with a live view, draws the rewards, prints what became of each job."""
 
-import asyncio
 import dataclasses
 import logging
 import operator
@@ -11,7 +10,7 @@ import rich.console
 import yaml
 
 from marlaas_jax import plots
-from marlaas_jax.cli import live
+from marlaas_jax.cli import live, signals
 from marlaas_jax.config import RunConfig, load_run
 from marlaas_jax.errors import InvalidConfig, NotFound, StorageError, user_error
 from marlaas_jax.workers import run as workers
@@ -35,7 +34,7 @@ def run(files: list[Path], directory: Path | None, resume: bool, overrides: list
     logging.basicConfig(level=logging.WARNING, format="%(name)s %(levelname)s %(message)s")
     view: live.View = live.JsonView() if json else live.LiveView(console) if console.is_terminal else live.PlainView(console)
     try:
-        result = asyncio.run(workers.run(config, run_dir, resume, on_status=view.status, on_event=view.event))
+        result = signals.run(workers.run(config, run_dir, resume, on_status=view.status, on_event=view.event))
     finally:
         view.close()
     unwritten: StorageError | None = None

@@ -1,18 +1,22 @@
 """Where an adapter's first weights come from: fresh, a PEFT folder, or a step of another run."""
 
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from marlaas_jax.checkpoint.job_checkpoints import JobCheckpoints, JobState
 from marlaas_jax.config import JobConfig
-from marlaas_jax.errors import InvalidConfig, NotFound
+from marlaas_jax.errors import CorruptFile, InvalidConfig, NotFound, StorageError
 from marlaas_jax.learner.state import unflatten
 from marlaas_jax.lora import peft_format
 from marlaas_jax.lora.adapter import AdapterSpec, Weights, init_weights
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.model.disk import read_json
 from marlaas_jax.model.identity import require_same
+
+MAX_READS = 5  # of a job whose run goes on meanwhile and prunes its steps
+READ_PAUSE_S = 0.1
 
 
 def split_source(source: str) -> tuple[Path, str, int | None]:
@@ -32,16 +36,30 @@ def read_run_step(source: str) -> JobState:
         raise NotFound(
             f"{source!r}: no job {job!r} in {run_dir}; " + (f"it has {', '.join(known)}" if known else "no run is there")
         )
-    checkpoints = JobCheckpoints(folder)
+    for reads_left in reversed(range(MAX_READS)):
+        try:
+            state, is_wanted = _read_step(source, folder, step)
+        except (CorruptFile, StorageError):
+            if not reads_left:
+                raise
+        else:
+            if state is not None and (is_wanted or not reads_left):
+                return state
+        time.sleep(READ_PAUSE_S)
+    raise NotFound(f"{source!r}: the job has no committed step yet")
+
+
+def _read_step(source: str, folder: Path, step: int | None) -> tuple[JobState | None, bool]:
+    """Returns (the state after `step` batches, or of the newest readable step; whether it is the wanted or newest step)."""
+    checkpoints = JobCheckpoints(folder, read_only=True)
     try:
-        if step is not None and step not in checkpoints.steps():
-            raise NotFound(f"{source!r}: step {step} is not kept; kept: {', '.join(map(str, checkpoints.steps())) or 'none'}")
+        steps = checkpoints.steps()
+        if step is not None and step not in steps:
+            raise NotFound(f"{source!r}: step {step} is not kept; kept: {', '.join(map(str, steps)) or 'none'}")
         state = checkpoints.restore(step)
     finally:
         checkpoints.close()
-    if state is None:
-        raise NotFound(f"{source!r}: the job has no committed step yet")
-    return state
+    return state, state is not None and state.step == (steps[-1] if step is None else step)
 
 
 def spec_of_job(job: JobConfig) -> AdapterSpec:
@@ -62,7 +80,13 @@ def read_adapter(source: str, model: ModelConfig, max_rank: int | None, base: Ma
         own_rank = declared if isinstance(declared, int) else 1  # `load` refuses what is not a number
         imported = peft_format.load(Path(source), model, max_rank or own_rank, base)
         return imported.spec, imported.weights
-    state = read_run_step(source)
+    return adapter_of(read_run_step(source), source, model, max_rank, base)
+
+
+def adapter_of(
+    state: JobState, source: str, model: ModelConfig, max_rank: int | None, base: Mapping[str, str]
+) -> tuple[AdapterSpec, Weights]:
+    """Returns (spec, weights) of the committed state that `source` named."""
     require_same(base, state.identity, "this run's", f"that of {source!r}")
     spec = spec_of(state)
     if max_rank is not None and spec.rank > max_rank:

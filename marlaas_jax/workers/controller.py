@@ -15,7 +15,17 @@ from typing import Any
 import yaml
 
 from marlaas_jax.config import JobConfig, RuntimeConfig
-from marlaas_jax.errors import InternalError, InvalidConfig, InvalidRequest, StorageError, UserError, WorkerLost, user_error
+from marlaas_jax.errors import (
+    CorruptFile,
+    InternalError,
+    InvalidConfig,
+    InvalidRequest,
+    JobFailure,
+    StorageError,
+    UserError,
+    WorkerLost,
+    user_error,
+)
 from marlaas_jax.messages import (
     AddJob,
     CancelGenerate,
@@ -62,6 +72,7 @@ from marlaas_jax.rollout.orchestrator import Orchestrator
 from marlaas_jax.text.tokenizer import Tokenizer
 from marlaas_jax.transport.flow import PeerLost
 from marlaas_jax.transport.server import Server
+from marlaas_jax.workers import folder_lock
 from marlaas_jax.workers.controller_device import SILENCE_S, DeviceLink
 from marlaas_jax.workers.controller_files import Log, writing
 from marlaas_jax.workers.controller_jobs import Job
@@ -136,11 +147,15 @@ class Controller:
 
         Raises a UserError, before any compute where that is possible, for what the caller can mend.
         """
+        tokenizer = await asyncio.to_thread(self._load_tokenizer)  # what is refused leaves no folder behind
+        with writing(self.folder):
+            (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        with folder_lock.hold(self.folder):
+            await self._serve(started, tokenizer)
+
+    async def _serve(self, started: Callable[[], None], tokenizer: Tokenizer) -> None:
         tasks: list[asyncio.Task] = []
         try:
-            tokenizer = await asyncio.to_thread(self._load_tokenizer)  # what is refused leaves no folder behind
-            with writing(self.folder):
-                (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             document = yaml.safe_dump(self.runtime.model_dump(mode="json"), sort_keys=False)
             with writing(self._runtime_path):
                 self._runtime_path.write_text(document)
@@ -183,7 +198,11 @@ class Controller:
         """Takes a job in: a new one, or with `resume` one that has a history in `folder`. Its name must not be in use."""
         assert config.name not in self.jobs, config.name
         job = Job(config, folder)
-        job.open(resume=resume)
+        try:
+            job.open(resume=resume)
+        except CorruptFile as error:  # of this job: the others go on
+            job.refuse(type(error).__name__, str(error))
+            self.event("job_failed", job.name, failure=job.kind, reason=job.reason)
         self.jobs[job.name] = job
         if not job.is_over:
             self._open(job)
@@ -276,7 +295,8 @@ class Controller:
                 self._handle(worker_id, message, now)
                 self._execute_all(now)
             except Exception as error:  # the one broad catch of this process
-                log.exception("message failed type=%s worker_id=%s", type(message).__name__, worker_id)
+                if not isinstance(error, UserError | JobFailure):  # those say in their one sentence all there is to know
+                    log.exception("message failed type=%s worker_id=%s", type(message).__name__, worker_id)
                 name = _job_of(message)
                 if name not in self.jobs:
                     raise

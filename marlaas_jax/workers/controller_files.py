@@ -9,6 +9,8 @@
 
 After a crash the committed step decides: both logs are cut back to it, and a batch that was committed while its line of
 metrics was not written yet gets that line from batches.jsonl. So the history of steps has neither gap nor repeat.
+
+What is read back may have been damaged meanwhile: it is checked for types, and a CorruptFile names the file and the line.
 """
 
 import contextlib
@@ -17,12 +19,34 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, NotRequired, TextIO, TypedDict
+
+import msgspec
 
 from marlaas_jax.errors import CorruptFile, StorageError
 
 MAX_SEGMENT_BYTES = 16 << 20
 MAX_SEGMENTS = 8
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class State(TypedDict, total=False):
+    """What is read back from state.json; it holds more, for people."""
+
+    incarnation: Count
+    state: str
+    steps: Count
+    adapter: str | None
+    eval_before: float | None
+    eval_after: float | None
+
+
+class Row(TypedDict):
+    """What a line of batches.jsonl or metrics.jsonl holds beside its figures."""
+
+    step: Annotated[int, msgspec.Meta(ge=1)]
+    tickets: NotRequired[list[tuple[int, int]]]
 
 
 @contextlib.contextmanager
@@ -54,15 +78,47 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the records of a log; a last line that a crash cut short is left out."""
     if not path.is_file():
         return []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise CorruptFile(f"{path}: cannot be read ({error.strerror or error})") from None
     records = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n")[:-1], 1):  # not splitlines: a text may hold U+2028 and its like
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise CorruptFile(f"{path}: line {number} is not JSON") from None
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            raise CorruptFile(f"{path}: line {number} is not a JSON object")
+        records.append(record)
     return records
+
+
+def read_rows(path: Path, last_step: int) -> dict[int, dict[str, Any]]:
+    """Returns the lines of batches.jsonl or metrics.jsonl by step, up to `last_step`."""
+    rows = {}
+    for number, row in enumerate(read_lines(path), 1):
+        figures = {name: value for name, value in row.items() if name not in Row.__annotations__}
+        wrong = next((name for name, value in figures.items() if not isinstance(value, int | float | None)), None)
+        if wrong is not None:
+            raise CorruptFile(f"{path}: line {number}: {wrong}={figures[wrong]!r:.60} must be a number or null")
+        try:
+            msgspec.convert(row, Row)
+        except msgspec.ValidationError as error:
+            raise CorruptFile(f"{path}: line {number}: {error}") from None
+        if row["step"] <= last_step:
+            rows[row["step"]] = row
+    return rows
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Returns what state.json holds."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        msgspec.convert(state, State)
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise CorruptFile(f"{path}: cannot be read ({error})") from None
+    return state
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
@@ -98,7 +154,7 @@ class Log:
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(map(to_line, records)), encoding="utf-8")
+            temporary.write_text("".join(map(to_line, records)), encoding="utf-8", errors="replace")
             os.replace(temporary, self.path)
 
     def close(self) -> None:
@@ -134,8 +190,8 @@ class EpisodeLog:
         self._folder = folder
         self._max_bytes = max_bytes
         self._max_segments = max_segments
-        existing = sorted(folder.glob("episodes-*.jsonl"))
-        self._number = int(existing[-1].stem.partition("-")[2]) if existing else 0
+        numbers = [path.stem.partition("-")[2] for path in folder.glob("episodes-*.jsonl")]
+        self._number = max((int(number) for number in numbers if number.isdecimal()), default=0)
         self._log = Log(self._path(self._number))
 
     def write(self, record: dict[str, Any]) -> None:
@@ -176,12 +232,9 @@ class JobFiles:
             self.folder.mkdir(parents=True, exist_ok=True)
         state_path = self.folder / "state.json"
         if state_path.is_file():
-            try:
-                self.state = json.loads(state_path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise CorruptFile(f"{state_path}: cannot be read ({error})") from None
             if not resume:
                 raise StorageError(f"{self.folder}: holds an earlier run; resume it, or choose another run folder")
+            self.state = read_state(state_path)
         self._episodes = EpisodeLog(self.folder)
 
     def save_state(self, **changes: Any) -> None:
@@ -191,8 +244,7 @@ class JobFiles:
 
     def cut_back(self, step: int) -> None:
         """Makes both logs end with the committed step."""
-        sent = {record["step"]: record for record in read_lines(self._batch_log.path) if record["step"] <= step}
-        kept = {record["step"]: record for record in read_lines(self._metrics_log.path) if record["step"] <= step}
+        sent, kept = read_rows(self._batch_log.path, step), read_rows(self._metrics_log.path, step)
         for missing in set(sent) - set(kept):
             kept[missing] = sent[missing]
         self.metrics = [kept[number] for number in sorted(kept)]

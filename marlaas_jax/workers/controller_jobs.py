@@ -145,6 +145,10 @@ class Job:
         self.files.save_state(state=FAILED, kind=kind, reason=reason)
         self._write_summary()
 
+    def refuse(self, kind: str, reason: str) -> None:
+        """Ends a job whose files cannot be read; they stay as they are, for whoever mends them."""
+        self.state, self.kind, self.reason = FAILED, kind, reason
+
     def cancel(self, reason: str) -> None:
         """Ends the job at its owner's wish."""
         self.state, self.reason = CANCELLED, reason

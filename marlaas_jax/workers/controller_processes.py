@@ -147,5 +147,6 @@ class Processes:
                 max_restarts=max_restarts,
                 backoff_s=ENV_BACKOFF_S if is_env else 0.5,
                 max_backoff_s=ENV_MAX_BACKOFF_S if is_env else 30.0,
+                grace_s=0.0 if name == self.DEVICE else 5.0,  # it ends by Shutdown, or was given its time and is past it
             )
         )

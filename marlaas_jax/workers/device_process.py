@@ -34,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--worker-id", required=True)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when we end
+    for number in (signal.SIGINT, signal.SIGTERM):  # as systemd sends them to all; the controller decides when we end
+        signal.signal(number, signal.SIG_IGN)
     try:
         client = Client(options.address, "device", options.worker_id)
     except MarlaasError:

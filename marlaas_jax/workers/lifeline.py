@@ -1,7 +1,8 @@
 """A worker dies with its parent, whatever kills the parent (H33). Called once, early, by every worker's main.
 
 Two ropes: the kernel's parent-death signal (Linux), and the end of a pipe whose other end only the parent holds (everywhere).
-The parent's half is in the supervisor, which names the pipe and its own pid in the environment.
+The parent's half is in the supervisor, which names the pipe and its own pid in the environment. What a worker has started is
+ended by the guardian.
 """
 
 import contextlib

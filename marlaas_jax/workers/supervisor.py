@@ -6,7 +6,8 @@
     await supervisor.stop(worker)
 
 A worker is a fresh interpreter (never a fork: H32) in a session of its own, and gets `--worker-id ID`, new on every start, so
-that an exit and a lost peer can be matched. It dies with this process (lifeline.py). Only processes started here are signalled.
+that an exit and a lost peer can be matched. It dies with this process (lifeline.py), and so does what it started
+(guardian.py). Only processes started here are signalled.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from marlaas_jax.workers import lifeline
+from marlaas_jax.workers.guardian import Guardian
 from marlaas_jax.workers.output import OutputLog
 
 log = logging.getLogger(__name__)
@@ -115,6 +117,7 @@ class Supervisor:
         self.workers: dict[str, Worker] = {}  # by name
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
+        self._guardian = Guardian()
 
     async def __aenter__(self) -> "Supervisor":
         return self
@@ -159,10 +162,12 @@ class Supervisor:
     async def stop_all(self) -> None:
         """Stops every worker, all at the same time."""
         await asyncio.gather(*(self.stop(worker) for worker in list(self.workers.values())))
+        await asyncio.to_thread(self._guardian.close)
 
     def _spawn(self, worker: Worker) -> None:
         spec = worker.spec
         worker.worker_id = f"{spec.name}-{secrets.token_hex(4)}"
+        self._guardian.start()
         read_fd, write_fd = os.pipe()
         env = os.environ | {
             "PYTHONUNBUFFERED": "1",  # what it printed last must not die with it
@@ -182,6 +187,7 @@ class Supervisor:
             raise
         finally:
             os.close(read_fd)
+        self._guardian.watch(process.pid)
         worker._process, worker._lifeline_fd = process, write_fd
         worker.pid = process.pid
         worker._started_at = time.monotonic()
@@ -204,6 +210,7 @@ class Supervisor:
         spec = worker.spec
         lived_s = time.monotonic() - worker._started_at
         worker._process = None
+        self._guardian.forget(worker.pid)
         os.close(worker._lifeline_fd)
         reason = describe_exit(code)
         expected = worker._stopping

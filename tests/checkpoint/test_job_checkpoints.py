@@ -43,6 +43,37 @@ def test_round_trip_keeps_newest_two_and_best(tmp_path):
     fresh.close()
 
 
+def test_a_job_of_many_lives_keeps_newest_two_and_best_and_no_more(tmp_path):
+    """Each start forgets what orbax knew of the rewards; the steps themselves must tell."""
+    step, kept = 0, []
+    for _ in range(3):
+        checkpoints = JobCheckpoints(tmp_path / "ck")
+        for _ in range(3):
+            step += 1
+            checkpoints.save(state_of(step), reward={2: 1.0, 3: float("nan"), 8: 2.0}.get(step, 0.0))
+        checkpoints.wait()
+        kept.append(checkpoints.steps())
+        checkpoints.close()
+    assert kept == [[2, 3], [2, 5, 6], [8, 9]]
+
+
+def test_half_written_steps_are_removed_by_the_owner_alone_h35(tmp_path):
+    checkpoints = JobCheckpoints(tmp_path / "ck")
+    checkpoints.save(state_of(1), reward=0.0)
+    checkpoints.close()
+    half_written = tmp_path / "ck" / "5.orbax-checkpoint-tmp"
+    shutil.copytree(tmp_path / "ck" / "1", half_written)
+    reader = JobCheckpoints(tmp_path / "ck", read_only=True)
+    assert_equal(reader.restore(), state_of(1))
+    reader.close()
+    assert half_written.is_dir()
+    owner = JobCheckpoints(tmp_path / "ck")
+    assert owner.steps() == [1]
+    owner.save(state_of(2), reward=0.0)
+    owner.close()
+    assert sorted(path.name for path in (tmp_path / "ck").iterdir()) == ["1", "2"]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves its reader's loop behind
 def test_damaged_newest_step_falls_back_and_is_named_when_asked_for(tmp_path):
     checkpoints = JobCheckpoints(tmp_path / "ck")

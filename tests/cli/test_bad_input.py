@@ -1,6 +1,7 @@
 """What the caller can mend: one sentence on standard error that names field, value and what is allowed, exit code 2."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from marlaas_jax.cli.main import app
 from marlaas_jax.config import load_run
 from marlaas_jax.model import source
+from marlaas_jax.workers import folder_lock
 
 GOOD = {"name": "upper", "env": "tiny:upper", "steps": 1}
 
@@ -53,6 +55,13 @@ def test_a_wrong_job_file_is_refused_before_anything_starts(tmp_path, change, wo
     sentence = refuse("run", file, "--dir", tmp_path / "run")
     assert all(word in sentence for word in words), sentence
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_another_process_writes_is_refused(tmp_path):
+    write(tmp_path / "config.yaml", {"runtime": {"model": "tiny"}, "jobs": [GOOD]})
+    with folder_lock.hold(tmp_path):
+        sentence = refuse("run", "--dir", tmp_path, "--resume")
+    assert f"{tmp_path}: is being written by another run (pid {os.getpid()})" in sentence
 
 
 def test_files_that_are_missing_or_no_yaml(tmp_path):

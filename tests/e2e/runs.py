@@ -61,7 +61,7 @@ def finish(process: subprocess.Popen, log: Path, timeout_s: float) -> dict[str, 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """Returns the records of a log."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
 def printed(log: Path) -> list[dict[str, Any]]:
@@ -84,9 +84,9 @@ def wait_for(condition, timeout_s: float, what: str):
     return value
 
 
-def steps_so_far(run_dir: Path) -> int:
-    """Returns the number of metric lines of all jobs."""
-    return sum(len(path.read_text().splitlines()) for path in run_dir.glob("jobs/*/metrics.jsonl"))
+def steps_so_far(run_dir: Path, name: str = "*") -> int:
+    """Returns the number of metric lines of all jobs, or of one."""
+    return sum(path.read_bytes().count(b"\n") for path in run_dir.glob(f"jobs/{name}/metrics.jsonl"))
 
 
 def workers_of(run_dir: Path, module: str = "marlaas_jax.workers") -> list[psutil.Process]:

@@ -1,4 +1,7 @@
-"""kill -9 costs time and nothing else: no gap, no repeat, every ticket trained once (design 13.6, H27, H35, H38)."""
+"""kill -9 costs time and nothing else: no gap, no repeat, every ticket trained once (design 13.6, H27, H35, H38).
+
+A termination does not even cost what was trained since the last checkpoint.
+"""
 
 import os
 import random
@@ -63,3 +66,21 @@ def test_kill_9_of_a_worker_delays_the_run_and_nothing_more(tmp_path, module):
         assert victims
         victims[0].kill()
     assert_whole(run_dir, runs.finish(process, log, 300))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_terminated_run_saves_the_last_step_of_every_job(tmp_path):
+    """SIGTERM to all its processes, as systemd sends it; nothing was saved before."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    rare = {"every_steps": 10_000, "every_s": 10_000.0}
+    file = runs.write(tmp_path / "jobs.yaml", [runs.job(task, steps=500, checkpoint=rare) for task in TASKS])
+    process = runs.start(file, "--dir", run_dir, log=log)
+    runs.wait_for(lambda: all(runs.steps_so_far(run_dir, task) >= 2 for task in TASKS), 300, "steps")
+    for victim in (process, *runs.workers_of(run_dir)):
+        victim.terminate()
+    assert process.wait(20) == 143, log.read_text(errors="replace")[-4000:]
+    assert "terminated" in log.read_text(errors="replace") and "Traceback" not in log.read_text(errors="replace")
+    for task in TASKS:
+        committed = [int(path.name) for path in (run_dir / "jobs" / task / "checkpoints").iterdir()]
+        assert max(committed) >= history(run_dir, task)[0][-1], (task, committed)

@@ -178,9 +178,9 @@ def test_guess_is_answered_and_ends():
 
 
 def test_gsm8k_reads_a_folder(tmp_path):
-    row = {"question": "How many?", "answer": "2 + 2 = <<2+2=4>>4\n#### 1,004"}
+    row = {"question": "How many?", "answer": "2 + 2 = <<2+2=4>>4\u2028\n#### 1,004"}
     for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n")
     (item,) = items("gsm8k", "train", 5, path=str(tmp_path))
     assert item["answer"] == "1,004" and item["prompt"].startswith("How many?\n")
     seen, done = play("gsm8k", item, "so #### 1004")

@@ -192,6 +192,37 @@ def test_a_job_that_fails_on_the_device_ends_alone(tmp_path, rewards, monkeypatc
     assert exit_code(RunResult(tuple(result), 1.0)) == 1
 
 
+DAMAGE = {
+    "list": ("state.json", "[]", "state.json: cannot be read (Expected `object`, got `array`)"),
+    "word": ("state.json", '{"incarnation": "x"}', "Expected `int`, got `str` - at `$.incarnation`"),
+    "metrics": ("metrics.jsonl", '{"step": 1}\n5\n', "metrics.jsonl: line 2 is not a JSON object"),
+    "batches": ("batches.jsonl", '{"step": 1, "env/x": [1]}\n', "batches.jsonl: line 1: env/x=[1] must be a number or null"),
+    "tickets": ("batches.jsonl", '{"step": 1, "tickets": [3]}\n', "batches.jsonl: line 1: Expected `array`, got `int`"),
+    "ledger": ("checkpoints/step-000002.json", '{"step": 2, "ledger": "AAAA"}', "ledger cannot be read"),
+}
+
+
+def test_damaged_files_of_a_job_end_it_with_the_reason_and_no_other(tmp_path, caplog):
+    """One line each, without a traceback; what cannot be read stays as it is."""
+    run_dir, names = tmp_path / "run", [*DAMAGE, "whole"]
+    jobs = lambda steps: make(*(job(name, "arithmetic", steps=steps, eval={"num_items": 0}) for name in names))
+    assert train(jobs(2), run_dir).succeeded
+    for name, (file, text, _) in DAMAGE.items():
+        path = run_dir / "jobs" / name / file
+        assert path.is_file(), sorted(path.parent.iterdir())
+        path.write_text(text)
+    caplog.clear()
+    for steps in (2, 4):  # as ended jobs, and as jobs that go on
+        result = {entry.name: entry for entry in train(jobs(steps), run_dir, resume=True).jobs}
+        for name, (_, _, words) in DAMAGE.items():
+            if (name, steps) != ("ledger", 2):  # an ended job is not given to the device
+                found = result[name]
+                assert found.state == "failed" and found.kind == "CorruptFile" and words in found.reason, found
+        assert result["whole"].state == "succeeded" and steps_of(run_dir, "whole") == list(range(1, steps + 1))
+    assert (run_dir / "jobs/list/state.json").read_text() == "[]"
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [

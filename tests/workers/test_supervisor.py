@@ -185,6 +185,41 @@ def test_children_die_with_a_parent_that_is_killed_hard(tmp_path, how):
         time.sleep(0.02)
 
 
+@pytest.mark.parametrize("guardian_is_killed_first", [False, True])
+def test_what_a_worker_started_dies_with_a_parent_that_is_killed_hard(tmp_path, guardian_is_killed_first):
+    """H33: the kernel kills the worker before it could take its own children along; the guardian does."""
+    body = "import subprocess\nprint('up', subprocess.Popen(['sleep', '60']).pid, flush=True)\ntime.sleep(60)\n"
+    (tmp_path / "starts_module.py").write_text(HOLD + body)
+    parent_code = f"""
+    import asyncio
+    from marlaas_jax.workers.supervisor import *
+    async def main():
+        supervisor = Supervisor()
+        spec = lambda name: WorkerSpec(name, "starts_module", env={{"PYTHONPATH": {str(tmp_path)!r}}})
+        workers = [supervisor.start(spec("a"))]
+        if {guardian_is_killed_first}:
+            supervisor._guardian._process.kill()
+            supervisor._guardian._process.wait()
+        workers.append(supervisor.start(spec("b")))
+        while not all(worker.output.tail().endswith("\\n") for worker in workers):
+            await asyncio.sleep(0.02)
+        print(*(pid for worker in workers for pid in (worker.pid, worker.output.tail().split()[1])), flush=True)
+        await asyncio.sleep(60)
+    asyncio.run(main())
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(parent_code)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 4 and not any(map(is_gone, pids))
+        os.killpg(parent.pid, signal.SIGKILL)
+    end = time.monotonic() + 5
+    while not all(map(is_gone, pids)):
+        assert time.monotonic() < end, "an orphan"
+        time.sleep(0.02)
+
+
 def test_workers_start_from_a_process_that_used_threads_and_sockets(spec):
     """H32: a worker is a fresh interpreter, so it inherits neither modules nor descriptors."""
 

@@ -102,7 +102,8 @@ def waits_for(text: str) -> str:
     found = WAITS.match(text)
     if found is None or found["stage"] not in STAGES:
         return text
-    return f"{STAGES[found['stage']].format(what=found['what'])}, {float(found['seconds']):.0f} s"
+    what = found["what"].partition(" (")[0]  # without how many more there are
+    return f"{STAGES[found['stage']].format(what=what)}, {float(found['seconds']):.0f} s"
 
 
 def shortened(name: str, width: int) -> Text:

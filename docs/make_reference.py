@@ -28,7 +28,11 @@ CONFIGURATION_HEAD = """# Configuration reference
 
 A file holds either one job, or `jobs:` (a list) with an optional `runtime:`. Unknown keys are errors. A value comes from the
 defaults below, then the file, then `--set`, as in `--set runtime.engine.num_decode_slots=64`, `--set jobs.NAME.steps=5` or
-`--set jobs.*.steps=5`. `marlaas run --check FILE` prints the resolved configuration and runs nothing.
+`--set jobs.*.steps=5`. `marlaas run --check FILE` checks the model, the environments and the
+data as far as that goes without running anything, and prints the resolved configuration.
+
+Several files make one run, and a run has one runtime. It is enough that one of the files has a `runtime:`, whichever it is.
+Where more than one has it, all must say the same, or the run is refused. Paths are relative to the file that they stand in.
 """
 MESSAGES_HEAD = f"""# Messages
 

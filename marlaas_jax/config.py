@@ -15,6 +15,7 @@ from pydantic import Field
 
 from marlaas_jax.errors import InvalidConfig, NotFound
 
+NAME_RULE = "use 1 to 64 letters, digits, dots, dashes and underscores, with a letter or digit first"
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -273,8 +274,10 @@ def validate(model: type[pydantic.BaseModel], document: Any) -> Any:
         if first["type"] == "missing":
             raise InvalidConfig(f"{field}: missing; it must be given") from None
         if first["type"] == "value_error":
-            prefix = "" if "=" in message.split(":")[0] else f"{field}={first['input']!r}: "
+            prefix = "" if not field or "=" in message.split(":")[0] else f"{field}={first['input']!r}: "
             raise InvalidConfig(prefix + message) from None
+        if first["type"] == "string_pattern_mismatch":  # only of names
+            message = NAME_RULE
         raise InvalidConfig(f"{field}={first['input']!r}: {message[0].lower() + message[1:]}") from None
 
 

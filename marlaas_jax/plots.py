@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 SMOOTHING_STEPS = 3
+EXPLANATION = f"thin: each batch; thick: mean of the last {SMOOTHING_STEPS}"
 
 
 def read_metrics(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
@@ -23,7 +24,7 @@ def read_metrics(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def reward_figure(rows_by_job: dict[str, list[dict[str, Any]]], title: str = "") -> Any:
-    """Returns a matplotlib figure: reward over steps, one line per job (thin: each batch; thick: mean of 3)."""
+    """Returns a matplotlib figure: reward over steps, one color per job."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -46,8 +47,7 @@ def reward_figure(rows_by_job: dict[str, list[dict[str, Any]]], title: str = "")
     axes.set_ylabel("mean reward of the batch")
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.grid(alpha=0.3)
-    if title:
-        axes.set_title(title)
+    axes.set_title("\n".join(filter(None, (title, EXPLANATION))), fontsize="medium")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(ncols=1 + len(rows_by_job) // 12, fontsize="small")
     return figure

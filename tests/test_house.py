@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 import marlaas_jax
 from marlaas_envs import registry
+from marlaas_jax.config import load_run
 
 ROOT = Path(__file__).parents[1]
 LOCKS = ("requirements.lock", "requirements-dev.lock", "requirements-test.lock")
@@ -126,6 +127,20 @@ def test_documents_link_to_files_that_exist():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/environments.md"])
+def test_the_example_of_a_reward_loads_and_pays_nothing_for_an_empty_answer(page, tmp_path):
+    text = (ROOT / page).read_text()
+    job, code = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("yaml", "python"))
+    assert job is not None and code is not None
+    (tmp_path / "job.yaml").write_text(job[1])
+    assert load_run([tmp_path / "job.yaml"]).jobs[0].env == f"{tmp_path}/reward.py:reward"
+    names: dict = {}
+    exec(code[1], names)
+    assert len(names["ITEMS"]) >= 10
+    rewards = [names["reward"]("", " ".join("word" for _ in range(count)), {}) for count in range(12)]
+    assert rewards[0] == 0.0 and rewards[5] == 1.0 == max(rewards) and rewards.count(1.0) == 1
 
 
 def test_the_page_of_a_runs_figures_names_them_all():

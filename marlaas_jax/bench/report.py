@@ -52,14 +52,19 @@ class Line:
         }
 
 
-def show(report: dict[str, Any], title: str, as_json: bool, shares: Sequence[tuple[str, str]] = ()) -> None:
-    """Prints a report {"machine": ..., "lines": [...]}. `shares`: (heading, key of a line) of more columns, in percent."""
+def show(
+    report: dict[str, Any], title: str, as_json: bool, shares: Sequence[tuple[str, str]] = (), figures: str = "wall|CPU|best"
+) -> None:
+    """Prints a report {"machine": ..., "lines": [...]}.
+
+    `shares`: (heading, key of a line) of more columns, in percent. `figures`: the heading over what the lines show.
+    """
     if as_json:
         print(json.dumps(report, indent=2))
         return
     machine = report["machine"]
     table = Table(title=f"{title}: {machine['device']}, {machine['cores']} core(s), jax {machine['jax']}")
-    for heading in ("what", "wall|CPU|best", "wanted", "", *(heading for heading, _ in shares)):
+    for heading in ("what", figures, "wanted", "holds", *(heading for heading, _ in shares)):
         table.add_column(heading)
     for line in report["lines"]:
         verdict = {True: "yes", False: "no", None: ""}[line["holds"]]

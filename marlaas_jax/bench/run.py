@@ -231,7 +231,7 @@ def run(json: bool = False, quick: bool = False, model: str = "smollm2-135m") ->
     log("two jobs")
     lines += turn_lines(shape, steps, "" if quick else "<= 0.3")
     report = {"machine": timing.machine(), "lines": [line.as_dict() for line in lines]}
-    show(report, "run", json)
+    show(report, "run", json, figures="measured")
     return report
 
 

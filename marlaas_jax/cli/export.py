@@ -6,7 +6,7 @@ from typing import Any
 from marlaas_jax.cli.runs import split_source
 from marlaas_jax.device import initial
 from marlaas_jax.errors import InvalidConfig
-from marlaas_jax.lora import merge, peft_format
+from marlaas_jax.lora import merge, peft_format, readme
 from marlaas_jax.model import hf_config, source
 from marlaas_jax.model.identity import identity, require_same
 
@@ -25,5 +25,6 @@ def export(run_source: str, out: Path, merged: bool) -> dict[str, Any]:
     if merged:
         merge.merge(folder, out, spec, weights, extra=extra)
     else:
-        peft_format.save(out, hf_config.read(folder), spec, weights, base, extra=extra)
+        peft_format.save(out, hf_config.read(folder), spec, weights, base, str(folder.resolve()), extra)
+        readme.write(out, readme.Base(run.config.runtime.model, folder))
     return {"path": str(out), "job": run.job, "step": state.step, "form": "merged" if merged else "peft", "rank": spec.rank}

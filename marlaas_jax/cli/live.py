@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -9,10 +12,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from marlaas_jax.cli.status_table import GAP, STATE_STYLES, STATE_WIDTH, StatusTable, number, shortened
+from marlaas_jax.config import JobConfig
+from marlaas_jax.plots import read_metrics
 from marlaas_jax.workers.controller_status import JobStatus, RunResult, RunStatus
 
-STATE_STYLES = {"succeeded": "green", "failed": "bold red", "running": "cyan"}
-MAX_TABLE_ROWS = 40
+HEAD_LINES = 2  # above the jobs: the headline and the table's own
+MIN_SUMMARY_NAME = 16
+# heading and width of the table that a run ends with; the last go first where there is no room
+SUMMARY = (("steps", 7), ("first", 6), ("last 3", 6), ("change", 6), ("eval before", 11), ("after", 5), ("tokens", 8))
 
 
 class View(Protocol):
@@ -26,37 +34,6 @@ class View(Protocol):
 
     def close(self) -> None:
         """At the end."""
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """Returns a figure for a table; "-" where it is not known."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def table(status: RunStatus) -> Table:
-    """Returns the live table of all jobs."""
-    out = Table(box=None, pad_edge=False, header_style="bold")
-    out.add_column("job", no_wrap=True)
-    for heading in ("state", "step", "reward", "first", "live", "stale", "tok/s", "device", "episodes"):
-        out.add_column(heading, justify="left" if heading == "state" else "right", no_wrap=True)
-    out.add_column("waits for", overflow="ellipsis", no_wrap=True)
-    for job in status.jobs[:MAX_TABLE_ROWS]:
-        out.add_row(
-            job.name,
-            Text(job.state, style=STATE_STYLES.get(job.state, "")),
-            f"{job.step}/{job.steps}",
-            number(job.reward),
-            number(job.reward_first),
-            number(job.live_share),
-            number(job.staleness),
-            number(job.tokens_per_s, 1),
-            f"{100 * job.device_share:.0f}%",
-            f"{job.episodes.get('done', 0)}+{job.episodes.get('running', 0)}",
-            job.reason or job.waits_for,
-        )
-    if len(status.jobs) > MAX_TABLE_ROWS:
-        out.add_row(f"... and {len(status.jobs) - MAX_TABLE_ROWS} more")
-    return out
 
 
 def headline(status: RunStatus) -> str:
@@ -82,7 +59,9 @@ class LiveView:
 
     def status(self, status: RunStatus) -> None:
         """Redraws the table."""
-        self._live.update(Group(Text(headline(status)), table(status)))
+        num_rows = max(self._live.console.height - HEAD_LINES - 1, 1)
+        line = Text(headline(status), no_wrap=True, overflow="ellipsis")
+        self._live.update(Group(line, StatusTable(status.jobs, num_rows)))
 
     def event(self, event: dict[str, Any]) -> None:
         """Prints what a person should not miss above the table."""
@@ -167,24 +146,56 @@ def notable(event: dict[str, Any]) -> str | None:
     return None
 
 
-def summary(result: RunResult) -> Table:
-    """Returns the table that a run ends with."""
-    out = Table(box=None, pad_edge=False, header_style="bold")
-    out.add_column("job", no_wrap=True)
-    for heading in ("state", "steps", "first", "last 3", "change", "eval before", "after", "tokens"):
-        out.add_column(heading, justify="left" if heading == "state" else "right", no_wrap=True)
+def summary(result: RunResult, width: int) -> Table:
+    """Returns the table that a run ends with, in `width` columns."""
+    columns = list(SUMMARY)
+    room = lambda: width - STATE_WIDTH - GAP - sum(GAP + column_width for _, column_width in columns)
+    while columns and room() < MIN_SUMMARY_NAME:
+        columns.pop()
+    name_width = min(max((len(job.name) for job in result.jobs), default=0), max(room(), MIN_SUMMARY_NAME))
+    out = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    out.add_column("job", no_wrap=True, width=name_width)
+    out.add_column("state", no_wrap=True, width=STATE_WIDTH)
+    for heading, column_width in columns:
+        out.add_column(heading, justify="right", no_wrap=True, min_width=column_width)
     for job in result.jobs:
         first, last = job.reward_first, job.reward_last3
-        change = "-" if first is None or last is None else f"{last - first:+.2f}"
-        out.add_row(
-            job.name,
-            Text(job.state, style=STATE_STYLES.get(job.state, "")),
+        figures = (
             f"{job.steps}/{job.steps_asked}",
-            number(job.reward_first),
-            number(job.reward_last3),
-            change,
+            number(first),
+            number(last),
+            "-" if first is None or last is None else f"{last - first:+.2f}",
             number(job.eval_before),
             number(job.eval_after),
             str(job.tokens),
         )
+        state = Text(job.state, style=STATE_STYLES.get(job.state, ""))
+        out.add_row(shortened(job.name, name_width), state, *figures[: len(columns)])
     return out
+
+
+def last_line(result: RunResult, run_dir: Path, plot: Path) -> str:
+    """Returns where to find what a run left."""
+    trained = any(job.steps for job in result.jobs)
+    parts = [f"{result.elapsed_s:.0f} s in all", f"plot {plot}" if trained else "nothing was trained"]
+    if any(job.adapter is not None for job in result.jobs):
+        parts.append(f"adapters in {run_dir}/jobs/*/adapter")
+    return "; ".join(parts)
+
+
+def stopped(run_dir: Path, jobs: Sequence[JobConfig]) -> dict[str, Any]:
+    """Returns how far the jobs of an interrupted run came, and how to go on where there is something to go on with."""
+    rows = read_metrics(run_dir)
+    reached = [
+        {"name": job.name, "step": rows[job.name][-1]["step"] if rows.get(job.name) else 0, "steps": job.steps} for job in jobs
+    ]
+    go_on = f"marlaas run --dir {shlex.quote(str(run_dir))} --resume" if (run_dir / "config.yaml").is_file() else None
+    return {"type": "stopped", "run_dir": str(run_dir), "jobs": reached, "resume": go_on}
+
+
+def stopped_sentence(record: dict[str, Any]) -> str:
+    """Returns the record of `stopped` as a sentence."""
+    if record["resume"] is None:
+        return "stopped before the jobs started"
+    reached = ", ".join(f"{job['name']} at step {job['step']} of {job['steps']}" for job in record["jobs"])
+    return f"stopped; {reached}; go on with: {record['resume']}"

@@ -13,11 +13,17 @@ from typing import Annotated
 
 import typer
 
+import marlaas_jax
 from marlaas_jax.errors import UserError
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=(__doc__ or "").splitlines()[0]
-)
+INTRO = """Trains many LoRA adapters at once on one language model, by reinforcement learning, each with its own task.
+
+Start with `marlaas run JOB.yaml`; try the result with `marlaas sample` or `marlaas chat`; `marlaas doctor` says what is
+missing. `marlaas COMMAND --help` explains a command."""
+MODEL_HELP = "smollm2-135m, tiny, a folder, a .gguf file or a Hub id."
+ADAPTER_HELP = "A PEFT folder, RUN_DIR/JOB, or RUN_DIR/JOB@STEP for the checkpoint after that step."
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=INTRO)
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: ratios from interleaved runs in one process.")
 app.add_typer(bench_app, name="bench")
 
@@ -25,6 +31,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON,
 Set = Annotated[
     list[str] | None, typer.Option("--set", help="Override a key: runtime.engine.num_decode_slots=64, jobs.NAME.steps=5.")
 ]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"marlaas {marlaas_jax.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """What comes before a command."""
 
 
 @contextlib.contextmanager
@@ -42,6 +63,17 @@ def one_sentence() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+def is_terminal() -> bool:
+    """Returns whether a person reads standard error."""
+    return sys.stderr.isatty()
+
+
+def hint(text: str) -> None:
+    """Tells whoever sits at a terminal; scripts and pipes see nothing of it."""
+    if is_terminal():
+        typer.echo(text, err=True)
+
+
 @app.command()
 def run(
     files: Annotated[list[Path] | None, typer.Argument(help="Job files (YAML); several are run together.")] = None,
@@ -50,7 +82,9 @@ def run(
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last committed step of each job in --dir.")] = False,
     overrides: Set = None,
-    check: Annotated[bool, typer.Option("--check", help="Validate and print the resolved configuration; run nothing.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check everything that can be; print the resolved configuration; run nothing.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Trains the jobs of one or more files at once on one base model; no server needed."""
@@ -81,8 +115,8 @@ def export(
 @app.command()
 def sample(
     prompt: Annotated[str, typer.Argument(help="Text to continue; with --chat a user message.")],
-    model: Annotated[str, typer.Option(help="smollm2-135m, tiny, a folder, a .gguf file or a Hub id.")] = "smollm2-135m",
-    adapter: Annotated[str | None, typer.Option(help="A PEFT folder, or RUN_DIR/JOB[@STEP].")] = None,
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2-135m",
+    adapter: Annotated[str | None, typer.Option(help=ADAPTER_HELP)] = None,
     n: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
@@ -98,15 +132,18 @@ def sample(
     from marlaas_jax.cli import sample as command
 
     with one_sentence():
+        hint(f"loading {model}")
         request = command.Request(n, max_tokens, temperature, top_k, top_p, min_p, tuple(stop or ()), seed, chat)
         for answer in command.sample(prompt, model, adapter, request):
             typer.echo(jsonlib.dumps(answer) if json else answer["text"])
+            if not answer["text"].strip():
+                hint(f"(empty answer: finish reason {answer['finish_reason']})")
 
 
 @app.command()
 def chat(
-    model: Annotated[str, typer.Option(help="smollm2-135m, a folder, a .gguf file or a Hub id.")] = "smollm2-135m",
-    adapter: Annotated[str | None, typer.Option(help="A PEFT folder, or RUN_DIR/JOB[@STEP].")] = None,
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2-135m",
+    adapter: Annotated[str | None, typer.Option(help=ADAPTER_HELP)] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.7,
@@ -115,6 +152,7 @@ def chat(
     from marlaas_jax.cli import sample as command
 
     with one_sentence():
+        hint(f"loading {model}")
         command.chat(model, adapter, system, max_tokens, temperature, sys.stdin)
 
 

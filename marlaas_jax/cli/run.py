@@ -1,16 +1,22 @@
 """`marlaas run`: validates, trains with a live view, draws the rewards, prints what became of each job."""
 
+import contextlib
 import dataclasses
+import json as jsonlib
 import logging
+import logging.handlers
 import operator
+import sys
 import time
+from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 
 import rich.console
 import yaml
 
 from marlaas_jax import plots
-from marlaas_jax.cli import live, signals
+from marlaas_jax.cli import checks, live, signals
 from marlaas_jax.config import RunConfig, load_run
 from marlaas_jax.errors import InvalidConfig, NotFound, StorageError, user_error
 from marlaas_jax.workers import run as workers
@@ -19,22 +25,34 @@ from marlaas_jax.workers.controller_status import RunResult
 
 EXIT_JOB_FAILED = 1
 EXIT_JOB_REFUSED = 2
+MAX_LOG_BYTES = 1 << 20  # of controller.log; one older file of the same size is kept
 
 
 def run(files: list[Path], directory: Path | None, resume: bool, overrides: list[str], check: bool, json: bool) -> int:
     """Trains, and returns the exit code. Raises UserError for what is known to be wrong before the jobs start."""
     config = resolve(files, directory, resume, overrides)
-    if check:
-        print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
-        return 0
     run_dir = directory or Path("runs") / f"{files[0].stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not resume and run_dir.exists() and any(run_dir.iterdir()):
         raise InvalidConfig(f"--dir={run_dir}: holds files already; name a new folder, or add --resume to go on with that run")
+    if check:
+        document = checks.check(config, resume).model_dump(mode="json")
+        print(jsonlib.dumps(document) if json else yaml.safe_dump(document, sort_keys=False), end="\n" if json else "")
+        return 0
     console = rich.console.Console(stderr=json)
-    logging.basicConfig(level=logging.WARNING, format="%(name)s %(levelname)s %(message)s")
+    if not json:
+        console.print(f"run folder {run_dir}; loading {config.runtime.model}", markup=False, highlight=False, soft_wrap=True)
     view: live.View = live.JsonView() if json else live.LiveView(console) if console.is_terminal else live.PlainView(console)
     try:
-        result = signals.run(workers.run(config, run_dir, resume, on_status=view.status, on_event=view.event))
+        with warnings_in(run_dir / "logs" / "controller.log"):
+            result = signals.run(workers.run(config, run_dir, resume, on_status=view.status, on_event=view.event))
+    except (KeyboardInterrupt, SystemExit):  # told to end, by SIGINT or SIGTERM
+        view.close()
+        stopped = live.stopped(run_dir, config.jobs)
+        if json:
+            live.emit(stopped)
+        else:
+            print(live.stopped_sentence(stopped), file=sys.stderr)
+        raise
     finally:
         view.close()
     unwritten: StorageError | None = None
@@ -47,16 +65,39 @@ def run(files: list[Path], directory: Path | None, resume: bool, overrides: list
     if json:
         live.emit({"type": "result", "run_dir": str(run_dir), "plot": str(plot)} | dataclasses.asdict(result))
     else:
-        console.print(live.summary(result))
-        for job in result.jobs:
-            if job.reason:
-                console.print(f"{job.name}: {job.kind}: {job.reason}", style="red", markup=False, soft_wrap=True)
-        console.print(
-            f"{result.elapsed_s:.0f} s in all; plot {plot}; adapters in {run_dir}/jobs/*/adapter", markup=False, soft_wrap=True
-        )
+        console.print(live.summary(result, console.width))
+        console.print(live.last_line(result, run_dir, plot), markup=False, highlight=False, soft_wrap=True)
     if unwritten is not None:
         raise unwritten
     return exit_code(result)
+
+
+class BoundedLog(logging.handlers.RotatingFileHandler):
+    """A log file of bounded size that is made with its first line, and that a full disk silences."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8", errors="replace", delay=True)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Does nothing: what a person must know comes through the view."""
+
+
+@contextlib.contextmanager
+def warnings_in(path: Path) -> Iterator[None]:
+    """Sends this process's warnings to a file; the terminal belongs to the view."""
+    handler = BoundedLog(path)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
 
 
 def exit_code(result: RunResult) -> int:

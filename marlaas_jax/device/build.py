@@ -14,6 +14,7 @@ from marlaas_jax.device.colocated import ColocatedDevice
 from marlaas_jax.engine.engine import EngineSettings
 from marlaas_jax.engine.sampler import Sampler
 from marlaas_jax.learner.learner import Learner
+from marlaas_jax.lora.readme import Base
 from marlaas_jax.model import load, source
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.model.identity import identity
@@ -119,6 +120,7 @@ def build(runtime: RuntimeConfig, progress: Progress = lambda done, total: None)
         sampler=stages.sampler,
         learner=stages.learner,
         identity=identity(stages.folder, template),
+        base=Base(runtime.model, stages.folder),
         canary_ids=canary,
         dtype=stages.dtype,
         max_rank=runtime.bank.max_rank,

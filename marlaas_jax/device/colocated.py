@@ -21,7 +21,7 @@ from marlaas_jax.device import initial
 from marlaas_jax.engine.sampler import Sampler
 from marlaas_jax.errors import InternalError, MarlaasError, StorageError, WrongWeights
 from marlaas_jax.learner.learner import Learner
-from marlaas_jax.lora import peft_format, receipt
+from marlaas_jax.lora import peft_format, readme, receipt
 from marlaas_jax.lora.adapter import AdapterSpec
 from marlaas_jax.lora.snapshot import Snapshot
 from marlaas_jax.messages import (
@@ -76,6 +76,7 @@ class ColocatedDevice:
         sampler: Sampler,
         learner: Learner,
         identity: dict[str, str],
+        base: readme.Base,
         canary_ids: list[int],
         dtype: str,
         max_rank: int,
@@ -83,7 +84,8 @@ class ColocatedDevice:
         transfer: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot,
     ):
         self._model, self._sampler, self._learner = model, sampler, learner
-        self._identity, self._canary_ids, self._dtype, self._max_rank = identity, canary_ids, dtype, max_rank
+        self._identity, self._base = identity, base
+        self._canary_ids, self._dtype, self._max_rank = canary_ids, dtype, max_rank
         self._clock, self._transfer = clock, transfer
         self._jobs: dict[str, _Job] = {}
         self._stage = ""  # that had the last dispatch
@@ -289,7 +291,9 @@ class ColocatedDevice:
             out.append(Checkpointed(message.job, job.incarnation, job.step))
         folder = Path(message.export_dir)
         extra = {"job": message.job, "step": job.step}
-        peft_format.save(folder, self._model, job.spec, self._learner.weights(message.job), self._identity, extra=extra)
+        weights, base_name = self._learner.weights(message.job), str(self._base.folder.resolve())
+        peft_format.save(folder, self._model, job.spec, weights, self._identity, base_name, extra)
+        readme.write(folder, self._base)
         return [*out, JobFinished(message.job, job.incarnation, job.step, str(folder))]
 
     def _pause(self, job: _Job, message: PauseJob) -> list[Message]:

@@ -19,4 +19,7 @@ def test_the_paired_wall_time_of_a_ratio_decides(capsys):
     assert json.loads(capsys.readouterr().out) == report
     show(report, "bench", as_json=False, shares=(("of peak", "share"),))
     printed = capsys.readouterr().out
-    assert "1.30|1.10|1.00" in printed and "25%" in printed and "no" in printed
+    assert "wall|CPU|best" in printed and "1.30|1.10|1.00" in printed and "25%" in printed and "no" in printed
+    show(report, "bench", as_json=False, figures="measured")
+    printed = capsys.readouterr().out
+    assert "measured" in printed and "wall" not in printed

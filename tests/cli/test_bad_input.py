@@ -42,7 +42,7 @@ def refuse(*arguments):
         ({"steps": "many"}, ["jobs.0.steps='many'", "integer"]),
         ({"sampling": {"max_tokens": 256}}, ["max_tokens=256", "runtime.engine.max_context=256"]),
         ({"sampling": {"temperature": -1}}, ["temperature=-1", "greater than or equal to 0"]),
-        ({"name": "../up"}, ["jobs.0.name='../up'", "pattern"]),
+        ({"name": "../up"}, ["jobs.0.name='../up': use 1 to 64 letters, digits"]),
         ({"env": None}, ["jobs.0.env=None", "string"]),
         ({"checkpoint": {"every_s": float("inf")}}, ["checkpoint.every_s=inf", "finite"]),
         ({"seed": -1}, ["jobs.0.seed=-1", "greater than or equal to 0"]),
@@ -75,7 +75,8 @@ def test_files_that_are_missing_or_no_yaml(tmp_path):
 
 def test_two_jobs_of_one_name_and_runtimes_that_differ(tmp_path):
     file = write(tmp_path / "job.yaml", GOOD)
-    assert "name='upper'" in refuse("run", file, file)
+    sentence = refuse("run", file, file)
+    assert sentence == "error: jobs: name='upper' is used by 2 jobs; names must differ"
     a = write(tmp_path / "a.yaml", {"runtime": {"model": "tiny"}, "jobs": [GOOD]})
     b = write(tmp_path / "b.yaml", {"runtime": {"model": "smollm2-135m"}, "jobs": [GOOD | {"name": "b"}]})
     assert "b.yaml" in refuse("run", a, b)

@@ -11,6 +11,7 @@ from marlaas_jax.device.build import engine_settings
 from marlaas_jax.device.colocated import ColocatedDevice
 from marlaas_jax.engine.sampler import Sampler
 from marlaas_jax.learner.learner import Learner
+from marlaas_jax.lora.readme import Base
 from marlaas_jax.messages import AddJob, Generate, Generated, JobFailed, Sampling, StepDone, TrainBatch, TrainGroup, TrainRow
 from marlaas_jax.model import source, transformer
 from marlaas_jax.model.config import ModelConfig
@@ -31,6 +32,7 @@ MODEL = ModelConfig(
     tied_embeddings=True,
 )
 IDENTITY = {part: part for part in ("name", "weights", "config", "tokenizer", "template")}
+BASE = Base("tiny", source.TINY)
 CANARY = list(range(20, 32))
 
 
@@ -59,7 +61,7 @@ class Harness:
         self.sampler = Sampler(MODEL, params, engine_settings(runtime, "float32"), tokenizer, clock)
         self.learner = Learner.from_runtime(MODEL, params, runtime, clock=clock, sampler_dtype="float32")
         self.device = ColocatedDevice(
-            MODEL, self.sampler, self.learner, IDENTITY, CANARY, "float32", config.runtime.bank.max_rank, clock, **options
+            MODEL, self.sampler, self.learner, IDENTITY, BASE, CANARY, "float32", config.runtime.bank.max_rank, clock, **options
         )
 
     def add(self, name: str, incarnation: int = 0, resume: bool = False):

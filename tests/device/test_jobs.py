@@ -16,6 +16,8 @@ from marlaas_jax.messages import (
     RemoveJob,
     StepDone,
 )
+from marlaas_jax.model.disk import read_json
+from marlaas_jax.model.source import TINY
 from tests.device.harness import failures, run_config, steps_done
 
 
@@ -69,6 +71,10 @@ def test_finish_commits_the_last_step_and_exports(make, tmp_path):
     answers = harness.device.handle(FinishJob("a", 0, str(tmp_path / "adapter")))
     assert [type(a) for a in answers] == [Checkpointed, JobFinished] and answers[-1].step == 1
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    page = (tmp_path / "adapter" / "README.md").read_text()
+    assert "base model `tiny`" in page and f"AutoModelForCausalLM.from_pretrained('{TINY}')" in page
+    compile(page.split("```python")[1].split("```")[0], "snippet", "exec")
+    assert read_json(tmp_path / "adapter" / "adapter_config.json")["base_model_name_or_path"] == str(TINY)
 
 
 def test_a_full_disk_warns_then_fails_the_job_and_no_other_h36(make, monkeypatch):

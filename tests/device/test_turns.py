@@ -34,7 +34,7 @@ def make(decode_s: float, learn_s: float) -> tuple[ColocatedDevice, Stage, list[
     sampler: Any = Stage("sampler", decode_s, turns, now)
     learner: Any = Stage("learner", learn_s, turns, now)
     nothing: Any = None
-    device = ColocatedDevice(nothing, sampler, learner, {}, [], "float32", 8, lambda: now[0])
+    device = ColocatedDevice(nothing, sampler, learner, {}, nothing, [], "float32", 8, lambda: now[0])
     return device, learner, turns
 
 

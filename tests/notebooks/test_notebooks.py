@@ -21,3 +21,4 @@ def test_notebook_executes(path, tmp_path, monkeypatch):
     assert "succeeded" in text
     left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
     assert not left
+    assert not list(tmp_path.glob("marlaas-*"))

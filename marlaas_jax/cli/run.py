@@ -6,6 +6,7 @@ import json as jsonlib
 import logging
 import logging.handlers
 import operator
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ def run(files: list[Path], directory: Path | None, resume: bool, overrides: list
         document = checks.check(config, resume).model_dump(mode="json")
         print(jsonlib.dumps(document) if json else yaml.safe_dump(document, sort_keys=False), end="\n" if json else "")
         return 0
+    if not resume:
+        _require_adapters(config)
     console = rich.console.Console(stderr=json)
     if not json:
         console.print(f"run folder {run_dir}; loading {config.runtime.model}", markup=False, highlight=False, soft_wrap=True)
@@ -120,6 +123,18 @@ def resolve(files: list[Path], directory: Path | None, resume: bool, overrides: 
     changed = load_run([directory / "config.yaml"], overrides)
     _require_same_tickets(load_run([directory / "config.yaml"]), changed)
     return changed
+
+
+def _require_adapters(config: RunConfig) -> None:
+    """Refuses an adapter to start from that is not there, before anything is compiled."""
+    for job in config.jobs:
+        if (source := job.lora.init_from) is not None:
+            folder = Path(re.sub(r"@\d+$", "", source.rstrip("/")))
+            peft, of_run = folder / "adapter_config.json", folder.parent / "jobs" / folder.name / "checkpoints"
+            if not peft.is_file() and not of_run.is_dir():
+                raise NotFound(
+                    f"job {job.name!r}: lora.init_from={source!r}: no PEFT folder, RUN_DIR/JOB or RUN_DIR/JOB@STEP"
+                )
 
 
 def _require_same_tickets(stored: RunConfig, changed: RunConfig) -> None:

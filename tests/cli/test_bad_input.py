@@ -211,3 +211,10 @@ def test_a_resumed_job_keeps_what_its_tickets_mean(tmp_path, change, words):
     more = ["run", "--resume", "--dir", str(run_dir), "--check", "--set", "jobs.upper.steps=9"]
     result = CliRunner().invoke(app, more)
     assert result.exit_code == 0 and yaml.safe_load(result.stdout)["jobs"][0]["steps"] == 9
+
+
+def test_an_adapter_to_start_from_that_is_not_there_is_refused_before_anything_starts(tmp_path):
+    file = write(tmp_path / "job.yaml", GOOD | {"lora": {"init_from": "runs/of/nobody@3"}})
+    sentence = refuse("run", file, "--dir", tmp_path / "run")
+    assert "job 'upper': lora.init_from=" in sentence and "runs/of/nobody@3" in sentence
+    assert not (tmp_path / "run").exists()

@@ -82,7 +82,7 @@ def sample(
     prompt: Annotated[str, typer.Argument(help="Text to continue; with --chat a user message.")],
     model: Annotated[str, typer.Option(help="smollm2-135m, tiny, a folder, a .gguf file or a Hub id.")] = "smollm2-135m",
     adapter: Annotated[str | None, typer.Option(help="A PEFT folder, or RUN_DIR/JOB[@STEP].")] = None,
-    n: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 1,
+    n: Annotated[int, typer.Option(min=1, max=10_000, help="Number of samples.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
     top_k: Annotated[int, typer.Option(min=0)] = 0,

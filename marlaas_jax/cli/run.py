@@ -12,6 +12,7 @@ import yaml
 from marlaas_jax import plots
 from marlaas_jax.cli import live
 from marlaas_jax.config import RunConfig, load_run
+from marlaas_jax.documents import require_path
 from marlaas_jax.errors import InvalidConfig, NotFound, StorageError, user_error
 from marlaas_jax.workers import run as workers
 from marlaas_jax.workers.controller_files import writing
@@ -28,6 +29,7 @@ def run(files: list[Path], directory: Path | None, resume: bool, overrides: list
         print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
         return 0
     run_dir = directory or Path("runs") / f"{files[0].stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    require_path("--dir", str(run_dir))
     if not resume and run_dir.exists() and any(run_dir.iterdir()):
         raise InvalidConfig(f"--dir={run_dir}: holds files already; name a new folder, or add --resume to go on with that run")
     console = rich.console.Console(stderr=json)
@@ -68,6 +70,8 @@ def exit_code(result: RunResult) -> int:
 
 def resolve(files: list[Path], directory: Path | None, resume: bool, overrides: list[str]) -> RunConfig:
     """Returns the run's configuration: from job files, or with `resume` from the run folder."""
+    if directory is not None:
+        require_path("--dir", str(directory))
     if not resume:
         if not files:
             raise InvalidConfig("marlaas run: name at least one job file")

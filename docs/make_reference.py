@@ -158,7 +158,9 @@ def _limits(metadata: list[object]) -> str:
 
 
 def _quote(value: object) -> str:
-    return f"`{_escape(value)}`" if isinstance(value, str) else f"{value}"
+    if isinstance(value, str):
+        return f"`{_escape(value)}`"
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 def _plain(value: object) -> str:

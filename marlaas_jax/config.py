@@ -4,19 +4,39 @@ A file holds either one job, or `jobs:` (a list) with an optional `runtime:`. Un
 file < `--set runtime.engine.num_decode_slots=64`. Cores never see these classes: shells build frozen dataclasses from them.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-import yaml
 from pydantic import Field
 
-from marlaas_jax.errors import InvalidConfig, NotFound
+from marlaas_jax.documents import parse_yaml, path_fault, plain, read_yaml
+from marlaas_jax.errors import InvalidConfig, cut, short
 
 NAME_RULE = "use 1 to 64 letters, digits, dots, dashes and underscores, with a letter or digit first"
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+# Limits keep whole numbers within the int32 and int64 of the arrays they end in, and numbers within float32's normal range.
+MAX_SEED = 2**63 - 1
+MAX_INT32 = 2**31 - 1
+MAX_TOKENS = 2**24
+MIN_ALPHA, MAX_ALPHA = 1e-6, 1e6
+
+
+def _path(value: str) -> str:
+    if fault := path_fault(value):
+        raise ValueError(fault)
+    return value
+
+
+PathText = Annotated[str, pydantic.AfterValidator(_path)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Seconds = Annotated[float, Field(ge=1e-3, le=1e7)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Temperature = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class Section(pydantic.BaseModel):
@@ -29,10 +49,10 @@ class LoraConfig(Section):
     """One job's adapter."""
 
     rank: Annotated[int, Field(ge=1, le=256)] = 8
-    alpha: Annotated[float, Field(gt=0)] = 16.0  # the update is scaled by alpha / rank
+    alpha: Annotated[float, Field(ge=MIN_ALPHA, le=MAX_ALPHA)] = 16.0  # the update is scaled by alpha / rank
     targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = LORA_TARGETS
-    seed: Annotated[int, Field(ge=0)] | None = None  # of the random down factors; None: the job's seed
-    init_from: str | None = None  # a PEFT folder, or "RUN_DIR/JOB[@STEP]" of another run
+    seed: Seed | None = None  # of the random down factors; None: the job's seed
+    init_from: PathText | None = None  # a PEFT folder, or "RUN_DIR/JOB[@STEP]" of another run
 
     @pydantic.field_validator("targets")
     @classmethod
@@ -45,13 +65,13 @@ class LoraConfig(Section):
 class SamplingConfig(Section):
     """How one turn is sampled."""
 
-    temperature: Annotated[float, Field(ge=0)] = 1.0  # 0: greedy
-    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
+    temperature: Temperature = 1.0  # 0: greedy
+    top_k: Annotated[int, Field(ge=0, le=MAX_INT32)] = 0  # 0: off
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    max_tokens: Annotated[int, Field(ge=1)] = 64  # per turn
+    max_tokens: Tokens = 64  # per turn
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # stop strings, matched on text
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()  # besides all end ids of the model
+    stop_token_ids: tuple[Annotated[int, Field(ge=0, le=MAX_INT32)], ...] = ()  # besides all end ids of the model
 
 
 class AlgorithmConfig(Section):
@@ -62,80 +82,80 @@ class AlgorithmConfig(Section):
     # completion first (GRPO), "constant" divides by num_sequences * max_tokens (Dr.GRPO). None: the loss's own.
     aggregation: Literal["token", "sequence", "constant"] | None = None
     normalize_std: bool | None = None  # divide advantages by the group's standard deviation; None: the loss's own
-    clip_low: Annotated[float, Field(ge=0)] | None = None  # None: the loss's own
-    clip_high: Annotated[float, Field(ge=0)] | None = None
-    importance_cap: Annotated[float, Field(gt=0)] = 2.0  # truncated importance weights between sampler and learner
+    clip_low: Annotated[float, Field(ge=0, le=1e6)] | None = None  # None: the loss's own
+    clip_high: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    importance_cap: Annotated[float, Field(ge=1e-6, le=1e6)] = 2.0  # truncated importance weights between sampler and learner
     # "behaviour": ratios against the sampler's log-probs. "decoupled": against proximal log-probs (AReaL), which are
     # those of the weights at the start of the batch, or interpolated by staleness (A-3PO).
     objective: Literal["behaviour", "decoupled", "decoupled_interpolated"] = "behaviour"
     minibatches: Annotated[int, Field(ge=1, le=64)] = 1  # optimizer steps per batch
-    kl_weight: Annotated[float, Field(ge=0)] = 0.0  # of the KL estimate (k3) to the base model
+    kl_weight: Annotated[float, Field(ge=0, le=1e6)] = 0.0  # of the KL estimate (k3) to the base model
     mask_truncated: bool = False  # leave truncated episodes out of the loss
 
 
 class OptimizerConfig(Section):
     """AdamW (Loshchilov & Hutter 2019) with a schedule over optimizer steps."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 2e-4
+    learning_rate: Annotated[float, Field(ge=1e-12, le=1e3)] = 2e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0  # None: no clipping
-    max_nonfinite_steps: Annotated[int, Field(ge=1)] = 3  # this many in a row fail the job
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 0
+    beta1: Annotated[float, Field(ge=0, le=0.999999)] = 0.9
+    beta2: Annotated[float, Field(ge=0, le=0.999999)] = 0.95
+    eps: Annotated[float, Field(ge=1e-30, le=1e3)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    max_grad_norm: Annotated[float, Field(ge=1e-12, le=1e12)] | None = 1.0  # None: no clipping
+    max_nonfinite_steps: Count = 3  # this many in a row fail the job
 
 
 class RolloutConfig(Section):
     """Groups, staleness and what happens to what fails."""
 
     group_size: Annotated[int, Field(ge=1, le=1024)] = 8  # episodes of one prompt
-    groups_per_batch: Annotated[int, Field(ge=1)] = 8  # groups of one optimizer step
-    max_staleness: Annotated[int, Field(ge=0)] = 1  # versions; 0 is synchronous
-    max_turns: Annotated[int, Field(ge=1)] = 8
-    max_attempts: Annotated[int, Field(ge=1)] = 3  # of one ticket
+    groups_per_batch: Annotated[int, Field(ge=1, le=2**16)] = 8  # groups of one optimizer step
+    max_staleness: Annotated[int, Field(ge=0, le=1000)] = 1  # versions; 0 is synchronous
+    max_turns: Annotated[int, Field(ge=1, le=10**4)] = 8
+    max_attempts: Annotated[int, Field(ge=1, le=1000)] = 3  # of one ticket
     on_exhausted: Literal["smaller_batch", "fail"] = "smaller_batch"  # when a ticket has used its attempts
-    step_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # one call of the environment
-    episode_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    step_timeout_s: Seconds = 30.0  # one call of the environment
+    episode_timeout_s: Seconds = 600.0
 
 
 class EvalConfig(Section):
     """Greedy evaluation on held-out items before the first and after the last step."""
 
-    num_items: Annotated[int, Field(ge=0)] = 32  # 0: none
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    num_items: Annotated[int, Field(ge=0, le=10**6)] = 32  # 0: none
+    temperature: Temperature = 0.0
 
 
 class DataConfig(Section):
     """Items by ticket, from a file instead of the environment's own generator."""
 
-    source: str  # "jsonl:PATH", "parquet:PATH", "json:PATH"
+    source: PathText  # "jsonl:PATH", "parquet:PATH", "json:PATH"
     prompt_field: str = "prompt"
     answer_field: str | None = "answer"
     answer_regex: str | None = None  # the answer is its first group
     prompt_template: str | None = None  # "{prompt}" and any field of the item
-    eval_source: str | None = None  # None: the last tenth (at least one item) of `source` is held out
+    eval_source: PathText | None = None  # None: the last tenth (at least one item) of `source` is held out
 
 
 class CheckpointConfig(Section):
     """When a job's state is written."""
 
-    every_steps: Annotated[int, Field(ge=1)] = 10
-    every_s: Annotated[float, Field(gt=0)] = 60.0
-    keep: Annotated[int, Field(ge=1)] = 2  # besides the best
+    every_steps: Count = 10
+    every_s: Seconds = 60.0
+    keep: Count = 2  # besides the best
 
 
 class JobConfig(Section):
     """One RL run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    env: str  # "words:last_word", "calculator", "path/to/file.py:function", "reasoning_gym:chain_sum"
+    env: PathText  # "words:last_word", "calculator", "path/to/file.py:function", "reasoning_gym:chain_sum"
     env_args: dict[str, Any] = {}  # `path` and `*_path` are relative to the job file where such a file exists
     data: DataConfig | None = None
-    steps: Annotated[int, Field(ge=1)] = 20  # optimizer batches to train
-    seed: Annotated[int, Field(ge=0)] = 0
-    weight: Annotated[float, Field(gt=0)] = 1.0  # share of the stages, against the other jobs
+    steps: Count = 20  # optimizer batches to train
+    seed: Seed = 0
+    weight: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0  # share of the stages, against the other jobs
     lora: LoraConfig = LoraConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -144,48 +164,58 @@ class JobConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
+    @pydantic.field_validator("env_args")
+    @classmethod
+    def _env_args(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key, entry in value.items():
+            if _names_a_path(key) and isinstance(entry, str) and (fault := path_fault(entry)):
+                raise ValueError(f"env_args.{key}={short(entry)}: {fault}")
+        return value
+
 
 class EngineSection(Section):
     """The sampler's fixed sizes; each combination of buckets is one compiled program."""
 
     num_decode_slots: Annotated[int, Field(ge=1, le=4096)] = 32
-    max_context: Annotated[int, Field(ge=8)] = 256  # tokens of prompt and answer together
+    max_context: Annotated[int, Field(ge=8, le=MAX_TOKENS)] = 256  # tokens of prompt and answer together
     decode_steps: Annotated[int, Field(ge=1, le=256)] = 8  # per dispatch
-    context_buckets: tuple[int, ...] = ()  # attention lengths while decoding; (): chosen from max_context
-    prefill_buckets: tuple[int, ...] = ()  # prompt lengths; (): chosen from max_context
-    prefill_batch: Annotated[int, Field(ge=1)] = 4  # prompts per prefill dispatch
+    context_buckets: tuple[Tokens, ...] = ()  # attention lengths while decoding; (): chosen from max_context
+    prefill_buckets: tuple[Tokens, ...] = ()  # prompt lengths; (): chosen from max_context
+    prefill_batch: Annotated[int, Field(ge=1, le=4096)] = 4  # prompts per prefill dispatch
 
 
 class BankSection(Section):
     """The adapter bank of the sampler and the masters of the learner."""
 
     max_rank: Annotated[int, Field(ge=1, le=256)] = 8
-    num_sampler_slots: Annotated[int, Field(ge=3)] | None = None  # None: 1 + 2 * jobs, at least 3
-    num_learner_slots: Annotated[int, Field(ge=2)] | None = None  # None: 1 + jobs
+    num_sampler_slots: Annotated[int, Field(ge=3, le=2**16)] | None = None  # None: 1 + 2 * jobs, at least 3
+    num_learner_slots: Annotated[int, Field(ge=2, le=2**16)] | None = None  # None: 1 + jobs
 
 
 class LearnerSection(Section):
     """The learner's fixed sizes."""
 
-    micro_batch_tokens: Annotated[int, Field(ge=16)] | None = None  # padded, of one micro-batch; None: 256 on CPU, else 4096
-    max_dispatch_s: Annotated[float, Field(gt=0)] = 0.25  # predicted length of one dispatch
-    prompt_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # prompt tokens but the last; (): chosen from max_context
-    suffix_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()  # tokens after the prompt; (): chosen from max_context
-    block_rows: Annotated[int, Field(ge=1)] = 8  # rollouts per block; larger groups are split, smaller ones padded
-    logits_chunk: Annotated[int, Field(ge=8)] | None = None  # loss tokens per vocabulary projection; None: 64 on CPU, else 1024
+    # padded, of one micro-batch; None: 256 on CPU, else 4096
+    micro_batch_tokens: Annotated[int, Field(ge=16, le=MAX_TOKENS)] | None = None
+    max_dispatch_s: Seconds = 0.25  # predicted length of one dispatch
+    prompt_buckets: tuple[Tokens, ...] = ()  # prompt tokens but the last; (): chosen from max_context
+    suffix_buckets: tuple[Tokens, ...] = ()  # tokens after the prompt; (): chosen from max_context
+    block_rows: Annotated[int, Field(ge=1, le=1024)] = 8  # rollouts per block; larger groups are split, smaller ones padded
+    # loss tokens per vocabulary projection; None: 64 on CPU, else 1024
+    logits_chunk: Annotated[int, Field(ge=8, le=MAX_TOKENS)] | None = None
 
 
 class RuntimeConfig(Section):
     """The machine's side: one base model and the sizes of the three stages."""
 
-    model: str = "smollm2-135m"
+    model: PathText = "smollm2-135m"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 elsewhere
     layers: Literal["auto", "scanned", "unrolled"] = "auto"  # auto: unrolled on CPU, scanned elsewhere
     engine: EngineSection = EngineSection()
     bank: BankSection = BankSection()
     learner: LearnerSection = LearnerSection()
-    env_workers: Annotated[int, Field(ge=1)] = 1  # processes per environment pool
-    chat_template: str | None = None  # a jinja2 file; None: the model's own
+    env_workers: Annotated[int, Field(ge=1, le=1024)] = 1  # processes per environment pool
+    chat_template: PathText | None = None  # a jinja2 file; None: the model's own
 
     def sized_for(self, jobs: "Sequence[JobConfig]") -> "RuntimeConfig":
         """Returns the runtime with the sizes that depend on the jobs filled in, where the user left them open.
@@ -232,15 +262,15 @@ def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the run described by job files, with `--set` overrides. Raises InvalidConfig or NotFound, one sentence."""
     merged: dict[str, Any] = {"jobs": []}
     for path in paths:
-        document = _read_yaml(path)
+        document = read_yaml(path)
         jobs = document.pop("jobs", None)
         runtime = document.pop("runtime", None)
         if jobs is None:
             jobs = [document]
         elif document:
-            raise InvalidConfig(f"{path}: unknown key {sorted(map(str, document))[0]!r} beside `jobs`; allowed: runtime, jobs")
+            raise InvalidConfig(f"{path}: unknown key {short(min(document))} beside `jobs`; allowed: runtime, jobs")
         if not isinstance(jobs, list):
-            raise InvalidConfig(f"{path}: jobs={jobs!r} must be a list of jobs")
+            raise InvalidConfig(f"{path}: jobs={short(jobs)} must be a list of jobs")
         _resolve_paths(jobs, runtime, path.parent)
         merged["jobs"] += jobs
         if runtime is not None:
@@ -256,17 +286,21 @@ def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
 
 def load_runtime(path: Path) -> RuntimeConfig:
     """Returns the runtime in a file."""
-    return validate(RuntimeConfig, _read_yaml(path))
+    return validate(RuntimeConfig, read_yaml(path))
 
 
 def validate(model: type[pydantic.BaseModel], document: Any) -> Any:
     """Returns `document` as `model`, or raises InvalidConfig naming the first wrong field, its value and what is allowed."""
+    document = plain(document)
     try:
         return model.model_validate(document)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
+        field = cut(".".join(str(part) for part in first["loc"]))
         message = first["msg"].removeprefix("Value error, ")
+        for limit in (first.get("ctx") or {}).values():
+            if isinstance(limit, float):  # pydantic writes 1e-30 with all its zeros
+                message = f"{message[: message.rindex(' ')]} {limit:g}"
         if first["type"] == "extra_forbidden":
             raise InvalidConfig(
                 f"{field}: unknown key; allowed here: {', '.join(_allowed_keys(model, first['loc']))}"
@@ -274,11 +308,11 @@ def validate(model: type[pydantic.BaseModel], document: Any) -> Any:
         if first["type"] == "missing":
             raise InvalidConfig(f"{field}: missing; it must be given") from None
         if first["type"] == "value_error":
-            prefix = "" if not field or "=" in message.split(":")[0] else f"{field}={first['input']!r}: "
+            prefix = "" if not field or "=" in message.split(":")[0] else f"{field}={short(first['input'])}: "
             raise InvalidConfig(prefix + message) from None
         if first["type"] == "string_pattern_mismatch":  # only of names
             message = NAME_RULE
-        raise InvalidConfig(f"{field}={first['input']!r}: {message[0].lower() + message[1:]}") from None
+        raise InvalidConfig(f"{field}={short(first['input'])}: {message[0].lower() + message[1:]}") from None
 
 
 def _allowed_keys(model: type[pydantic.BaseModel], location: tuple) -> list[str]:
@@ -299,18 +333,6 @@ def _inner(annotation: Any) -> list[Any]:
     return found
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise NotFound(f"{path}: no such job file")
-    try:
-        document = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"{path}: not readable as YAML ({str(error).splitlines()[0]})") from None
-    if not isinstance(document, dict):
-        raise InvalidConfig(f"{path}: must hold a mapping, got {type(document).__name__}")
-    return document
-
-
 def _resolve_paths(jobs: list[Any], runtime: Any, base: Path) -> None:
     """Makes relative paths absolute, so that a run does not depend on the working directory it is resumed in."""
     for job in jobs:
@@ -319,43 +341,53 @@ def _resolve_paths(jobs: list[Any], runtime: Any, base: Path) -> None:
     if not isinstance(runtime, dict):
         return
     if isinstance(runtime.get("chat_template"), str):
-        runtime["chat_template"] = str((base / runtime["chat_template"]).resolve())
+        runtime["chat_template"] = _absolute(base, runtime["chat_template"])
     model = runtime.get("model")
-    if isinstance(model, str) and ("/" in model or model.endswith(".gguf")) and (base / model).exists():
-        runtime["model"] = str((base / model).resolve())
+    if isinstance(model, str) and ("/" in model or model.endswith(".gguf")) and os.path.exists(base / model):
+        runtime["model"] = _absolute(base, model)
 
 
 def _resolve_job_paths(job: dict[str, Any], base: Path) -> None:
     env = job.get("env")
     if isinstance(env, str) and (match := re.fullmatch(r"(.+\.py):(\w+)", env)):
-        job["env"] = f"{(base / match[1]).resolve()}:{match[2]}"
+        job["env"] = f"{_absolute(base, match[1])}:{match[2]}"
     data = job.get("data")
     if isinstance(data, dict):
         for key in ("source", "eval_source"):
             if isinstance(data.get(key), str) and (match := re.fullmatch(r"(jsonl|json|parquet):(.+)", data[key])):
-                data[key] = f"{match[1]}:{(base / match[2]).resolve()}"
+                data[key] = f"{match[1]}:{_absolute(base, match[2])}"
     env_args = job.get("env_args")
     if isinstance(env_args, dict):
         for key, value in env_args.items():
-            if (key == "path" or str(key).endswith("_path")) and isinstance(value, str) and (base / value).exists():
-                env_args[key] = str((base / value).resolve())
+            if _names_a_path(key) and isinstance(value, str) and os.path.exists(base / value):
+                env_args[key] = _absolute(base, value)
     lora = job.get("lora")
     if isinstance(lora, dict) and isinstance(lora.get("init_from"), str):
         lora["init_from"] = str((base / lora["init_from"]).absolute())
 
 
+def _names_a_path(key: str) -> bool:
+    return key == "path" or key.endswith("_path")
+
+
+def _absolute(base: Path, path: str) -> str:
+    """Returns the path as seen from `base`. One that no file can have stays as it is: validation names its field."""
+    try:
+        return str((base / path).resolve())
+    except (OSError, ValueError, RuntimeError):
+        return path
+
+
 def _apply_override(document: dict[str, Any], override: str) -> None:
     """Sets one key in place: `runtime.A.B=VALUE`, `jobs.NAME.A=VALUE` or `jobs.*.A=VALUE`."""
     key, separator, text = override.partition("=")
+    where = f"--set {short(override)}"
     if not separator or not key:
-        raise InvalidConfig(f"--set {override!r}: must read KEY=VALUE, as in runtime.engine.num_decode_slots=64")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise InvalidConfig(f"--set {override!r}: {text!r} is not readable as YAML") from None
+        raise InvalidConfig(f"{where}: must read KEY=VALUE, as in runtime.engine.num_decode_slots=64")
+    value = parse_yaml(text, where)
     head, _, rest = key.partition(".")
     if head not in ("runtime", "jobs") or not rest:
-        raise InvalidConfig(f"--set {override!r}: the key must start with `runtime.`, `jobs.*.` or `jobs.NAME.`")
+        raise InvalidConfig(f"{where}: the key must start with `runtime.`, `jobs.*.` or `jobs.NAME.`")
     targets: list[Any] = [document]
     parts = key.split(".")
     if head == "jobs":
@@ -365,14 +397,14 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
         else:  # names may hold dots: the longest that fits is meant
             named = [job for job in jobs if rest.startswith(f"{job.get('name')}.")]
             if not named:
-                raise InvalidConfig(f"--set {override!r}: no job is named {rest.split('.')[0]!r}; `jobs.*.` sets all")
-            targets = [max(named, key=lambda job: len(job["name"]))]
-            parts = rest[len(targets[0]["name"]) + 1 :].split(".")
+                raise InvalidConfig(f"{where}: no job is named {short(rest.split('.')[0])}; `jobs.*.` sets all")
+            targets = [max(named, key=lambda job: len(str(job["name"])))]
+            parts = rest[len(str(targets[0]["name"])) + 1 :].split(".")
     for target in targets:
         for part in parts[:-1]:
             if target.get(part) is None:
                 target[part] = {}
             target = target[part]
             if not isinstance(target, dict):
-                raise InvalidConfig(f"--set {override!r}: {part!r} holds {target!r}, which has no keys")
+                raise InvalidConfig(f"{where}: {short(part)} holds {short(target)}, which has no keys")
         target[parts[-1]] = value

@@ -1,4 +1,4 @@
-"""The exception tree.
+"""The exception tree, and how a value is shown in a sentence.
 
 MarlaasError
 +-- UserError              the caller can mend it; the CLI prints one sentence and exits with code 2
@@ -77,3 +77,16 @@ def user_error(kind: str) -> type[UserError] | None:
     """Returns the class that the name stands for if it is a kind of UserError."""
     found = globals().get(kind)
     return found if isinstance(found, type) and issubclass(found, UserError) else None
+
+
+def short(value: object, room: int = 80) -> str:
+    """Returns the value as an error message shows it: its repr, on one line, the middle left out where it is long."""
+    try:
+        return cut(repr(value), room)
+    except ValueError:  # Python writes no whole number of over 4300 digits
+        return "a number of thousands of digits"
+
+
+def cut(text: str, room: int = 120) -> str:
+    """Returns the text, the middle left out where it is long."""
+    return text if len(text) <= room else f"{text[: room // 2]}...{text[-room // 2 :]}"

@@ -373,9 +373,32 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ANY)
 
 
+def well_formed(value: Any) -> Any:
+    """Returns plain data with "?" for each half of a surrogate pair, which user code can make and UTF-8 cannot hold."""
+    match value:
+        case str():
+            return value.encode(errors="replace").decode()
+        case dict():
+            return {well_formed(key): well_formed(entry) for key, entry in value.items()}
+        case list() | tuple():
+            return [well_formed(entry) for entry in value]
+    return value
+
+
 def encode(message: Message) -> bytes:
-    """Returns the message as MessagePack bytes."""
-    return _encoder.encode(message)
+    """Returns the message as MessagePack bytes. Text that is no Unicode is mended, so that it never costs a connection."""
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        return _encoder.encode(well_formed(msgspec.to_builtins(message, builtin_types=(bytes,))))
+
+
+def encode_json(value: Any) -> bytes:
+    """Returns plain data as JSON, its text mended likewise."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(well_formed(value))
 
 
 def decode(frame: bytes | memoryview) -> Message:

@@ -33,7 +33,7 @@ class Gsm8k:
                 try:
                     row = json.loads(line)
                     question, answer = row["question"], row["answer"].rpartition("####")[2].strip()
-                except (ValueError, KeyError, TypeError, AttributeError):
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                     raise EnvLookupError(f"{file}: line {number} is not an object with `question` and `answer`") from None
                 prompt = f"{question}\n{_INSTRUCTION}" if chat else f"Q: {question}\nA:"
                 items.append({"prompt": prompt, "answer": answer})

@@ -5,6 +5,7 @@ from typing import Any
 
 from marlaas_jax.cli.runs import split_source
 from marlaas_jax.device import initial
+from marlaas_jax.documents import require_path
 from marlaas_jax.errors import InvalidConfig
 from marlaas_jax.lora import merge, peft_format, readme
 from marlaas_jax.model import hf_config, source
@@ -13,6 +14,8 @@ from marlaas_jax.model.identity import identity, require_same
 
 def export(run_source: str, out: Path, merged: bool) -> dict[str, Any]:
     """Writes `out`, which must not exist; returns what was written."""
+    require_path("--out", str(out))
+    require_path("SOURCE", run_source)
     if out.exists():
         raise InvalidConfig(f"--out={out}: exists already; name a new folder")
     run = split_source(run_source)

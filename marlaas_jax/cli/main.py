@@ -117,7 +117,7 @@ def sample(
     prompt: Annotated[str, typer.Argument(help="Text to continue; with --chat a user message.")],
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2-135m",
     adapter: Annotated[str | None, typer.Option(help=ADAPTER_HELP)] = None,
-    n: Annotated[int, typer.Option(min=1, help="Number of samples.")] = 1,
+    n: Annotated[int, typer.Option(min=1, max=10_000, help="Number of samples.")] = 1,
     max_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
     top_k: Annotated[int, typer.Option(min=0)] = 0,

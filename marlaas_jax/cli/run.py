@@ -19,6 +19,7 @@ import yaml
 from marlaas_jax import plots
 from marlaas_jax.cli import checks, live, signals
 from marlaas_jax.config import RunConfig, load_run
+from marlaas_jax.documents import require_path
 from marlaas_jax.errors import InvalidConfig, NotFound, StorageError, user_error
 from marlaas_jax.workers import run as workers
 from marlaas_jax.workers.controller_files import writing
@@ -33,6 +34,7 @@ def run(files: list[Path], directory: Path | None, resume: bool, overrides: list
     """Trains, and returns the exit code. Raises UserError for what is known to be wrong before the jobs start."""
     config = resolve(files, directory, resume, overrides)
     run_dir = directory or Path("runs") / f"{files[0].stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    require_path("--dir", str(run_dir))
     if not resume and run_dir.exists() and any(run_dir.iterdir()):
         raise InvalidConfig(f"--dir={run_dir}: holds files already; name a new folder, or add --resume to go on with that run")
     if check:
@@ -112,6 +114,8 @@ def exit_code(result: RunResult) -> int:
 
 def resolve(files: list[Path], directory: Path | None, resume: bool, overrides: list[str]) -> RunConfig:
     """Returns the run's configuration: from job files, or with `resume` from the run folder."""
+    if directory is not None:
+        require_path("--dir", str(directory))
     if not resume:
         if not files:
             raise InvalidConfig("marlaas run: name at least one job file")
@@ -132,9 +136,7 @@ def _require_adapters(config: RunConfig) -> None:
             folder = Path(re.sub(r"@\d+$", "", source.rstrip("/")))
             peft, of_run = folder / "adapter_config.json", folder.parent / "jobs" / folder.name / "checkpoints"
             if not peft.is_file() and not of_run.is_dir():
-                raise NotFound(
-                    f"job {job.name!r}: lora.init_from={source!r}: no PEFT folder, RUN_DIR/JOB or RUN_DIR/JOB@STEP"
-                )
+                raise NotFound(f"job {job.name!r}: lora.init_from={source!r}: no PEFT folder, RUN_DIR/JOB or RUN_DIR/JOB@STEP")
 
 
 def _require_same_tickets(stored: RunConfig, changed: RunConfig) -> None:

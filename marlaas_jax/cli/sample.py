@@ -8,7 +8,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from marlaas_jax.config import SamplingConfig, validate
 from marlaas_jax.device import build, initial
+from marlaas_jax.documents import plain, require_path
 from marlaas_jax.engine.engine import EngineSettings
 from marlaas_jax.engine.sampler import BASE_MODEL, LATEST, Sampler
 from marlaas_jax.errors import InvalidRequest
@@ -38,8 +40,9 @@ class Request:
     chat: bool = False
 
     def sampling(self) -> Sampling:
-        """Returns the settings as the sampler takes them."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.max_tokens, self.stop)
+        """Returns the settings as the sampler takes them. Raises InvalidConfig for what a job's `sampling` may not hold."""
+        given = {name: value for name, value in dataclasses.asdict(self).items() if name in SamplingConfig.model_fields}
+        return Sampling(**validate(SamplingConfig, given).model_dump())
 
     def seeds(self) -> tuple[int, ...]:
         """Returns one seed per sample: all different, and the same again for the same `seed`."""
@@ -53,6 +56,9 @@ class Generator:
     """A loaded model with an adapter, ready to sample. Programs compile when first used."""
 
     def __init__(self, model: str, adapter: str | None, num_slots: int, max_context: int):
+        require_path("--model", model)
+        if adapter is not None:
+            require_path("--adapter", adapter)
         build.use_compilation_cache()
         folder = source.resolve(model)
         dtype = build.resolve_dtype("auto")
@@ -94,6 +100,9 @@ class Generator:
 
 def sample(prompt: str, model: str, adapter: str | None, request: Request) -> Iterator[dict[str, Any]]:
     """Yields one record per sample: text, finish reason, ids and log-probs of both distributions."""
+    plain({"prompt": prompt})
+    require_path("--model", model)
+    request.sampling()
     tokenizer = Tokenizer.load(source.resolve(model))
     ids = tokenizer.render([{"role": "user", "content": prompt}]) if request.chat else tokenizer.encode_prompt(prompt)
     generator = Generator(model, adapter, min(request.n, MAX_SLOTS), len(ids) + request.max_tokens)
@@ -111,15 +120,21 @@ def sample(prompt: str, model: str, adapter: str | None, request: Request) -> It
 
 def chat(model: str, adapter: str | None, system: str | None, max_tokens: int, temperature: float, lines: TextIO) -> None:
     """Answers line by line until an empty line or the end of input."""
+    plain({"--system": system})
+    request = Request(max_tokens=max_tokens, temperature=temperature)
+    request.sampling()
     generator = Generator(model, adapter, 1, 2048)
     messages = [{"role": "system", "content": system}] if system else []
-    request = Request(max_tokens=max_tokens, temperature=temperature)
     prompt = "> " if lines.isatty() else ""
     while True:
         print(prompt, end="", flush=True)
-        line = lines.readline()
+        try:
+            line = lines.readline()
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"standard input: byte {error.start} is not UTF-8") from None
         if not line.strip():
             return
+        plain({"standard input": line})
         messages.append({"role": "user", "content": line.strip()})
         ids = generator.tokenizer.render(messages)
         (answer,) = generator.generate(ids, request)

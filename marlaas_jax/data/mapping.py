@@ -1,31 +1,27 @@
 """From a file's row to an item: every field of the row, and `prompt` and `answer` as the job's `data` section says."""
 
-import re
+import string
 from collections.abc import Mapping
 from typing import Any
 
+from marlaas_jax import patterns
 from marlaas_jax.config import DataConfig
-from marlaas_jax.errors import CorruptFile, InvalidConfig
+from marlaas_jax.errors import CorruptFile, InvalidConfig, short
 
 
 def check(config: DataConfig) -> None:
     """Raises for a regular expression or a template that cannot work on any row."""
     if config.answer_regex is not None:
         try:
-            groups = re.compile(config.answer_regex).groups
-        except re.error as error:
-            raise InvalidConfig(f"data.answer_regex={config.answer_regex!r}: not a regular expression ({error})") from None
+            groups = patterns.check(config.answer_regex)
+        except patterns.PatternFault as error:
+            raise InvalidConfig(f"data.answer_regex={short(config.answer_regex)}: {error}") from None
         if groups < 1:
-            raise InvalidConfig(f"data.answer_regex={config.answer_regex!r}: needs a group, as in '#### (.*)'")
+            raise InvalidConfig(f"data.answer_regex={short(config.answer_regex)}: needs a group, as in '#### (.*)'")
         if config.answer_field is None:
             raise InvalidConfig("data.answer_regex: needs data.answer_field, which is null")
     if config.prompt_template is not None:
-        try:
-            config.prompt_template.format_map(_Anything())
-        except (ValueError, IndexError, AttributeError, KeyError) as error:
-            raise InvalidConfig(
-                f"data.prompt_template={config.prompt_template!r}: not a template of {{fields}} ({error})"
-            ) from None
+        _check_template(config.prompt_template)
 
 
 def to_item(row: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
@@ -38,9 +34,12 @@ def to_item(row: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
     if config.answer_field is not None:
         answer = _field(row, config.answer_field, "data.answer_field")
         if config.answer_regex is not None:
-            match = re.search(config.answer_regex, str(answer))
+            try:
+                match = patterns.search(config.answer_regex, str(answer))
+            except patterns.PatternFault as error:
+                raise CorruptFile(f"data.answer_regex={short(config.answer_regex)}: {error}") from None
             if match is None:
-                raise CorruptFile(f"data.answer_regex={config.answer_regex!r}: nothing in {str(answer)[-80:]!r} matches")
+                raise CorruptFile(f"data.answer_regex={short(config.answer_regex)}: nothing in {str(answer)[-80:]!r} matches")
             answer = (match[1] or "").strip()
         item["answer"] = answer
     item["prompt"] = prompt
@@ -49,7 +48,7 @@ def to_item(row: Mapping[str, Any], config: DataConfig) -> dict[str, Any]:
             item["prompt"] = config.prompt_template.format_map(item)
         except KeyError as error:
             raise CorruptFile(
-                f"data.prompt_template={config.prompt_template!r}: the item has no field {error}; it has {', '.join(row)}"
+                f"data.prompt_template={short(config.prompt_template)}: the item has no field {error}; it has {', '.join(row)}"
             ) from None
     return item
 
@@ -68,8 +67,13 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str)
 
 
-class _Anything(dict):
-    """Has every field: for trying a template without a row."""
-
-    def __missing__(self, key: str) -> str:
-        return ""
+def _check_template(template: str) -> None:
+    """Refuses all but names in braces: other forms reach into objects, or make a short template a very long text."""
+    where = f"data.prompt_template={short(template)}: not a template of {{fields}}"
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise InvalidConfig(f"{where} ({error})") from None
+    for _, name, form, conversion in parts:
+        if name is not None and (form or conversion or not name or name.isdigit() or set(name) & set(".[")):
+            raise InvalidConfig(f"{where} (in braces stands the name of a field and nothing else, not {short(name)})")

@@ -9,7 +9,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from marlaas_jax.errors import CorruptFile, InvalidConfig, NotFound
+from marlaas_jax.errors import CorruptFile, InvalidConfig, NotFound, short
 
 KINDS = ("jsonl", "json", "parquet")
 
@@ -26,10 +26,10 @@ def open_source(uri: str) -> Source:
     """Returns the items of "jsonl:PATH", "json:PATH" or "parquet:PATH". Raises one sentence for what cannot be read."""
     kind, _, path_text = uri.partition(":")
     if kind not in KINDS or not path_text:
-        raise InvalidConfig(f"data.source={uri!r}: must read {', '.join(f'{k}:PATH' for k in KINDS)}")
+        raise InvalidConfig(f"data.source={short(uri)}: must read {', '.join(f'{k}:PATH' for k in KINDS)}")
     path = Path(path_text)
-    if not path.is_file():
-        raise NotFound(f"data.source={uri!r}: no such file")
+    if not os.path.isfile(path):
+        raise NotFound(f"data.source={short(uri)}: no such file")
     source = {"jsonl": JsonlSource, "json": _json_list, "parquet": _parquet}[kind](path)
     if not len(source):
         raise CorruptFile(f"{path}: it holds no items")
@@ -89,7 +89,7 @@ def _version(file: IO[bytes]) -> tuple[int, int]:
 def _json_list(path: Path) -> ListSource:
     try:
         rows = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptFile(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(rows, list):
         raise CorruptFile(f"{path}: must hold a list of objects, got {type(rows).__name__}")
@@ -113,7 +113,7 @@ def _parquet(path: Path) -> ListSource:
 def _parse_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CorruptFile(f"{where} is not JSON: {line[:60]!r}") from None
     return _object(row, where)
 

@@ -120,11 +120,12 @@ def refusal(message: Generate, vocab_size: int, max_context: int) -> tuple[str, 
     sampling = message.sampling
     checks = (
         ("prompt_ids", "[]", len(message.prompt_ids) > 0, "at least one token is needed"),
-        ("temperature", sampling.temperature, 0 <= sampling.temperature < np.inf, "0 or more is allowed"),
+        ("temperature", sampling.temperature, 0 <= sampling.temperature <= 1e6, "0 to 1e6 is allowed"),
         ("top_k", sampling.top_k, sampling.top_k >= 0, "0 (off) or more is allowed"),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "more than 0 and at most 1 is allowed"),
         ("min_p", sampling.min_p, 0 <= sampling.min_p < 1, "0 or more and less than 1 is allowed"),
-        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 0, "0 or more is allowed"),
+        ("max_tokens", sampling.max_tokens, 0 <= sampling.max_tokens < 2**31, "0 to 2**31 - 1 is allowed"),
+        *(("stop_token_ids", t, 0 <= t < vocab_size, f"0 to {vocab_size - 1} are tokens") for t in sampling.stop_token_ids),
         *(("prompt_ids", t, 0 <= t < vocab_size, f"0 to {vocab_size - 1} are tokens") for t in message.prompt_ids),
         *(("seeds", s, 0 <= s < 2**63, "0 to 2**63 - 1 is allowed") for s in message.seeds),
     )

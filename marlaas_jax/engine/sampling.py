@@ -4,7 +4,7 @@ One uniform number per row and token, `fold_in(seed, completion position)`, so a
 and logits. (`jax.random.categorical` draws V numbers per row: 30 times the cost at a vocabulary of 49k.) The vocabulary is cut
 into blocks: the running sum over blocks finds the block, the running sum inside it finds the token. The largest logit is found
 by blocks too. Truncation keeps whole ties: top-k keeps every token at least as likely as the k-th, as top-p does for the last
-one that it needs.
+one that it needs. The most likely token is always kept.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import numpy as np
 class SamplingRows:
     """How each row is sampled; every leaf leads with the row."""
 
-    temperature: jax.Array | np.ndarray  # float32; 0 takes the most likely token
+    temperature: jax.Array | np.ndarray  # float32; 0, or what has no finite inverse, takes the most likely token
     top_k: jax.Array | np.ndarray  # int32; 0 is off
     top_p: jax.Array | np.ndarray  # float32 in (0, 1]; 1 is off
     min_p: jax.Array | np.ndarray  # float32 in [0, 1); 0 is off; relative to the most likely token
@@ -111,7 +111,8 @@ def _kept(scaled_SV: jax.Array, rows: SamplingRows) -> jax.Array:
     mass = jnp.where(kept, mass, 0.0)
     wanted = jnp.where(rows.top_p < 1, rows.top_p * mass.sum(-1), jnp.inf)  # off: no threshold is found, all stay
     kept &= key >= _threshold(key, mass, wanted)[:, None]
-    return kept & (mass >= rows.min_p[:, None])
+    kept &= mass >= rows.min_p[:, None]
+    return kept | (scaled_SV >= 0)  # whatever rounds to 0 in float32, the most likely token stays
 
 
 def sample(logits_SV: jax.Array, rows: SamplingRows, completion_position_S: jax.Array, active_S: jax.Array) -> Draw:
@@ -123,7 +124,7 @@ def sample(logits_SV: jax.Array, rows: SamplingRows, completion_position_S: jax.
     total_S = model_SB.sum(-1)
     finite = jnp.isfinite(max_S) & jnp.isfinite(total_S)
 
-    greedy = rows.temperature <= 0
+    greedy = rows.temperature < jnp.finfo(jnp.float32).tiny
     inverse = 1.0 / jnp.where(greedy, 1.0, rows.temperature)
     cut = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
     matters = active_S & ~greedy
@@ -143,6 +144,7 @@ def sample(logits_SV: jax.Array, rows: SamplingRows, completion_position_S: jax.
 
     mass_SB, least_S = jax.lax.switch(form, [plain, tempered, truncated], None)
     mass_S = mass_SB.sum(-1)
+    finite &= greedy | (jnp.isfinite(mass_S) & (mass_S > 0))
     target_S = uniform(rows.seed, completion_position_S) * mass_S
     drawn_block_S = _first_above(mass_SB, target_S)
     before_S = _pick(jnp.cumsum(mass_SB, axis=-1) - mass_SB, drawn_block_S)

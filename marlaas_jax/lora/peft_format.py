@@ -7,15 +7,16 @@ file, where no reader trips over it.
 
 import dataclasses
 import json
-import math
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
-from marlaas_jax.errors import CorruptFile, InvalidConfig, NotFound
+from marlaas_jax import patterns
+from marlaas_jax.config import MAX_ALPHA, MAX_SEED, MIN_ALPHA
+from marlaas_jax.errors import CorruptFile, InvalidConfig, NotFound, cut, short
 from marlaas_jax.lora.adapter import AdapterSpec, Weights, weight_shapes
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.model.disk import read_json, write_json
@@ -47,6 +48,14 @@ class Match:
     matched: tuple[str, ...]  # modules with both factors
     unmatched: tuple[str, ...]  # tensors in the file that belong to no module of this model, or to none the config names
     missing: tuple[str, ...]  # tensors that the config promises and the file lacks
+
+
+class _Note(msgspec.Struct):
+    """What an exporter of this package writes into the tensors' metadata."""
+
+    base: dict[str, str] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] = 0
+    extra: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +162,10 @@ def load(folder: Path, config: ModelConfig, max_rank: int, base: Mapping[str, st
     found = match(file, config, targets)
     _refuse_mismatch(folder, found)
     note = _note(file)
-    if base is not None and note.get("base"):
-        require_same(note["base"], base, f"the adapter {folder}: its", "the run's")
+    if base is not None and note.base:
+        require_same(note.base, base, f"the adapter {folder}: its", "the run's")
     weights = _read(file, config, rank, max_rank, targets)
-    spec = AdapterSpec(rank, alpha, targets, int(note.get("seed", 0)))
-    return Imported(spec, weights, found, note.get("base"), note.get("extra", {}))
+    return Imported(AdapterSpec(rank, alpha, targets, note.seed), weights, found, note.base, note.extra)
 
 
 def match(file: TensorFile, config: ModelConfig, targets: Iterable[str]) -> Match:
@@ -188,20 +196,24 @@ def _settings(folder: Path, document: dict[str, Any], max_rank: int) -> tuple[in
     """Returns (rank, alpha), once every field of the configuration is known to be one that is honoured."""
     path = folder / CONFIG
     if document.get("peft_type") != "LORA":
-        raise InvalidConfig(f"{path}: peft_type={document.get('peft_type')!r} is not supported; supported: 'LORA'")
+        raise InvalidConfig(f"{path}: peft_type={short(document.get('peft_type'))} is not supported; supported: 'LORA'")
     for field, value in document.items():
         if field not in _HARMLESS and value and value not in _OFF.get(field, ()):
-            raise InvalidConfig(f"{path}: {field}={value!r} is not supported; allowed: {_OFF.get(field, (None,))[0]!r}")
+            raise InvalidConfig(
+                f"{path}: {cut(field)}={short(value)} is not supported; allowed: {_OFF.get(field, (None,))[0]!r}"
+            )
     initialisation = document.get("init_lora_weights")
     if isinstance(initialisation, str) and initialisation.lower().startswith(_CHANGES_BASE):
-        raise InvalidConfig(f"{path}: init_lora_weights={initialisation!r} changes the base's weights, which is not supported")
+        raise InvalidConfig(
+            f"{path}: init_lora_weights={short(initialisation)} changes the base's weights, which is not supported"
+        )
     rank, alpha = document.get("r", 8), document.get("lora_alpha", 8)  # PEFT's defaults
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise InvalidConfig(f"{path}: r={rank!r} must be a whole number above 0")
+        raise InvalidConfig(f"{path}: r={short(rank)} must be a whole number above 0")
     if rank > max_rank:
-        raise InvalidConfig(f"{path}: r={rank} is above the bank's limit, runtime.bank.max_rank={max_rank}")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha) or alpha <= 0:
-        raise InvalidConfig(f"{path}: lora_alpha={alpha!r} must be a number above 0")
+        raise InvalidConfig(f"{path}: r={short(rank)} is above the bank's limit, runtime.bank.max_rank={max_rank}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not MIN_ALPHA <= alpha <= MAX_ALPHA:
+        raise InvalidConfig(f"{path}: lora_alpha={short(alpha)} must be a number from {MIN_ALPHA:g} to {MAX_ALPHA:g}")
     return rank, float(alpha)
 
 
@@ -211,49 +223,52 @@ def _targets(folder: Path, document: dict[str, Any], config: ModelConfig) -> tup
     excluded = document.get("exclude_modules") or ()
     modules = {module_name(layer, target): target for layer in range(config.num_layers) for target in LAYER_MODULES}
 
-    def selected(pattern: Any, name: str) -> bool:
+    def selected(pattern: Any) -> set[str]:
         if isinstance(pattern, str):
-            return pattern == "all-linear" or re.fullmatch(pattern, name) is not None
-        return any(name == entry or name.endswith(f".{entry}") for entry in pattern)
+            return set(modules) if pattern == "all-linear" else patterns.matching(pattern, modules)
+        return {name for name in modules if any(name == entry or name.endswith(f".{entry}") for entry in pattern)}
 
     if not wanted or not isinstance(wanted, str | list) or not isinstance(excluded, str | list | tuple):
-        raise InvalidConfig(f"{path}: target_modules={wanted!r} names no module")
+        raise InvalidConfig(f"{path}: target_modules={short(wanted)} names no module")
     if isinstance(wanted, list):
         for entry in wanted:
-            if not isinstance(entry, str) or not any(selected([entry], name) for name in modules):
+            if not isinstance(entry, str) or not selected([entry]):
                 allowed = ", ".join(name.split(".")[-1] for name in LAYER_MODULES.values())
-                raise InvalidConfig(f"{path}: target_modules: {entry!r} matches no module of this model; allowed: {allowed}")
+                raise InvalidConfig(
+                    f"{path}: target_modules: {short(entry)} matches no module of this model; allowed: {allowed}"
+                )
     try:
-        chosen = [name for name in modules if selected(wanted, name) and not selected(excluded, name)]
-    except re.error as error:
-        raise InvalidConfig(f"{path}: target_modules={wanted!r} is not a regular expression: {error}") from error
+        chosen = selected(wanted) - selected(excluded)
+    except patterns.PatternFault as error:
+        what = f"target_modules={short(wanted)}" + (f", exclude_modules={short(excluded)}" if excluded else "")
+        raise InvalidConfig(f"{path}: {what}: {error}") from None
     targets = tuple(target for target in LAYER_MODULES if target in {modules[name] for name in chosen})
     if not targets:
-        raise InvalidConfig(f"{path}: target_modules={wanted!r} matches no module of this model")
+        raise InvalidConfig(f"{path}: target_modules={short(wanted)} matches no module of this model")
     left_out = [name for name, target in modules.items() if target in targets and name not in chosen]
     if left_out:
         raise InvalidConfig(f"{path}: target_modules leaves out {left_out[0]}; an adapter covers a projection in all layers")
     return targets
 
 
-def _note(file: TensorFile) -> dict[str, Any]:
+def _note(file: TensorFile) -> _Note:
     try:
-        note = json.loads(file.metadata.get(_METADATA, "{}"))
-    except ValueError as error:
-        raise CorruptFile(f"{file.path}: its {_METADATA!r} metadata cannot be read: {error}") from error
-    return note if isinstance(note, dict) else {}
+        return msgspec.json.decode(file.metadata.get(_METADATA, "{}"), type=_Note)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CorruptFile(f"{file.path}: its {_METADATA!r} metadata cannot be read: {error}") from None
 
 
 def _read(file: TensorFile, config: ModelConfig, rank: int, max_rank: int, targets: tuple[str, ...]) -> Weights:
+    for key, (target, factor, _) in _tensors(config, targets):  # before anything of the size that `rank` claims is made
+        entry, wanted = file.entries[key], _stored_shape(config, rank, target, factor)
+        if entry.shape != wanted or entry.dtype not in FLOATS:
+            found = f"{entry.dtype} {list(entry.shape)}"
+            needed = f"this model and r={short(rank)} need a float tensor {short(list(wanted))}"
+            raise InvalidConfig(f"{file.path}: {key} is {cut(found)}; {needed}")
     weights = {
         target: {factor: np.zeros(shape, np.float32) for factor, shape in shapes.items()}
         for target, shapes in weight_shapes(config, max_rank).items()
     }
-    for key, (target, factor, _) in _tensors(config, targets):
-        entry, wanted = file.entries[key], _stored_shape(config, rank, target, factor)
-        if entry.shape != wanted or entry.dtype not in FLOATS:
-            found = f"{entry.dtype} {list(entry.shape)}"
-            raise InvalidConfig(f"{file.path}: {key} is {found}; this model and r={rank} need a float tensor {list(wanted)}")
     for key, (target, factor, layer) in _tensors(config, targets):
         array = file.read(key).astype(np.float32)
         if not np.isfinite(array).all():

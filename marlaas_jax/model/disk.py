@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise NotFound(f"{path}: there is no such file") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CorruptFile(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(document, dict):
         raise CorruptFile(f"{path}: holds a {type(document).__name__}, not a JSON object")

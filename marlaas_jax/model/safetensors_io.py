@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from marlaas_jax.errors import CorruptFile, NotFound
+from marlaas_jax.errors import CorruptFile, NotFound, short
 from marlaas_jax.model.disk import atomic_file
 
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -74,11 +74,13 @@ def open_file(path: Path) -> TensorFile:
                 raise CorruptFile(f"{path}: is not a safetensors file or is cut off in its header ({size} bytes)")
             header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError(f"__metadata__={short(metadata)} must hold text only")
         entries = {name: _entry(fields, 8 + length) for name, fields in header.items()}
     except FileNotFoundError as error:
         raise NotFound(f"{path}: there is no such file") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptFile(f"{path}: its safetensors header cannot be read: {error!r}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CorruptFile(f"{path}: its safetensors header cannot be read: {short(error, 160)}") from error
     wanted = max((entry.end for entry in entries.values()), default=8 + length)
     if size != wanted:
         state = "truncated" if size < wanted else "damaged"

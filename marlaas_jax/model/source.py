@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from marlaas_jax.errors import InvalidConfig, NotFound
+from marlaas_jax.errors import InvalidConfig, NotFound, short
 from marlaas_jax.model import gguf
 from marlaas_jax.model.disk import storage_errors
 
@@ -42,15 +42,15 @@ def resolve(name: str) -> Path:
         return _checked(TINY, name)
     if name == "smollm2-135m":
         return _converted(_smollm2_file())
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):
         return _checked(path, name)
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix != ".gguf":
-            raise InvalidConfig(f"model={name!r}: a file must end in .gguf; otherwise name a folder with config.json")
+            raise InvalidConfig(f"model={short(name)}: a file must end in .gguf; otherwise name a folder with config.json")
         return _converted(path)
     if path.suffix == ".gguf" or name.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(name):
-        raise NotFound(f"model={name!r}: there is no such file or folder; short names are {', '.join(SHORT_NAMES)}")
+        raise NotFound(f"model={short(name)}: there is no such file or folder; short names are {', '.join(SHORT_NAMES)}")
     return _checked(_downloaded(name), name)
 
 

@@ -145,7 +145,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptFile(f"{path}: not JSON: {error}") from None
     if not isinstance(document, dict):
         raise CorruptFile(f"{path}: a mapping is expected, not a {type(document).__name__}")

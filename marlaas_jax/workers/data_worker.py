@@ -11,14 +11,12 @@ import threading
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # grain imports JAX; this process must never take an accelerator
 
-import msgspec
-
 from marlaas_envs import registry
 from marlaas_envs.protocol import EnvLookupError
 from marlaas_jax.config import DataConfig
 from marlaas_jax.data import dataset
 from marlaas_jax.errors import ProtocolMismatch, UserError, WorkerLost
-from marlaas_jax.messages import EnvLoaded, GetItem, Item, LoadEnv, RemoveJob, Shutdown
+from marlaas_jax.messages import EnvLoaded, GetItem, Item, LoadEnv, RemoveJob, Shutdown, encode_json
 from marlaas_jax.transport.client import Client
 from marlaas_jax.transport.memory import MemoryClient
 from marlaas_jax.workers import lifeline
@@ -120,7 +118,7 @@ class _Job(threading.Thread):
         try:
             if self._dataset is None:
                 return Item(request.request_id, b"", f"the data of job {request.job} could not be opened")
-            item = msgspec.json.encode(self._dataset.item(request.split, request.index))
+            item = encode_json(self._dataset.item(request.split, request.index))
             if len(item) > MAX_ITEM_BYTES:
                 return Item(request.request_id, b"", f"the item takes {len(item)} bytes; {MAX_ITEM_BYTES} is the most allowed")
             return Item(request.request_id, item)

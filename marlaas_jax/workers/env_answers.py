@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from marlaas_envs.protocol import Done, Observation
-from marlaas_jax.messages import EnvDone, EnvError, EnvObservation
+from marlaas_jax.messages import EnvDone, EnvError, EnvObservation, encode_json
+from marlaas_jax.workers.user_calls import bounded_traceback
 
 MAX_TEXT_CHARACTERS = 200_000  # of one observation: more than any context holds
 MAX_ENCODED_BYTES = 4 << 20  # of one observation's messages and tools
@@ -33,6 +34,8 @@ def to_message(answer: Any, episode_id: str, attempt: int, turn: int) -> EnvObse
         raise _BadAnswer(f"it returned {_short(answer)}, not an Observation or a Done")
     except _BadAnswer as error:
         return EnvError(episode_id, attempt, "bad_answer", str(error))
+    except Exception as error:  # the answer's own code runs here too: what it prints as, its mappings and sequences
+        return EnvError(episode_id, attempt, "bad_answer", f"its answer cannot be read: {bounded_traceback(error)}")
 
 
 def checked_reward(value: Any) -> tuple[float | None, str]:
@@ -99,7 +102,7 @@ def _messages(messages: Any) -> tuple[dict[str, Any], ...]:
 def _jsonable(value: Any, name: str) -> tuple[dict[str, Any], ...]:
     """Returns plain dicts: what goes over the wire must be what the template sees."""
     try:
-        encoded = msgspec.json.encode(list(value))
+        encoded = encode_json(list(value))
         if len(encoded) > MAX_ENCODED_BYTES:
             raise _BadAnswer(f"Observation.{name} takes {len(encoded)} bytes; {MAX_ENCODED_BYTES} is the most allowed")
         return msgspec.json.decode(encoded, type=tuple[dict[str, Any], ...])

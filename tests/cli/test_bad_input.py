@@ -1,5 +1,6 @@
 """What the caller can mend: one sentence on standard error that names field, value and what is allowed, exit code 2."""
 
+import datetime
 import json
 import os
 import shutil
@@ -10,7 +11,10 @@ from typer.testing import CliRunner
 
 from marlaas_jax.cli.main import app
 from marlaas_jax.config import load_run
-from marlaas_jax.model import source
+from marlaas_jax.lora import peft_format
+from marlaas_jax.lora.adapter import AdapterSpec, init_weights
+from marlaas_jax.model import hf_config, source
+from marlaas_jax.model.identity import identity
 from marlaas_jax.workers import folder_lock
 
 GOOD = {"name": "upper", "env": "tiny:upper", "steps": 1}
@@ -47,14 +51,192 @@ def refuse(*arguments):
         ({"checkpoint": {"every_s": float("inf")}}, ["checkpoint.every_s=inf", "finite"]),
         ({"seed": -1}, ["jobs.0.seed=-1", "greater than or equal to 0"]),
         ({"sampling": {"stop": [""]}}, ["sampling.stop.0=''", "at least 1 character"]),
+        ({"seed": 10**30}, ["seed=1000", "2**63 - 1"]),
+        ({"seed": 2**63 - 1, "lora": {"seed": -1}}, ["lora.seed=-1", "greater than or equal to 0"]),
+        ({"steps": 2**40}, ["steps=1099511627776", "less than or equal to 1000000000"]),
+        ({"rollout": {"max_attempts": 10**12}}, ["max_attempts=1000000000000", "less than or equal to 1000"]),
+        ({"rollout": {"step_timeout_s": 1e300}}, ["step_timeout_s=1e+300", "less than or equal to"]),
+        ({"sampling": {"stop_token_ids": [2**31]}}, ["stop_token_ids.0=2147483648", "less than or equal to 2147483647"]),
+        ({"sampling": {"top_k": 10**12}}, ["top_k=1000000000000", "less than or equal to 2147483647"]),
+        ({"sampling": {"temperature": 1e300}}, ["temperature=1e+300", "less than or equal to 1e+06"]),
+        ({"lora": {"alpha": 1e300}}, ["lora.alpha=1e+300", "less than or equal to 1e+06"]),
+        ({"optimizer": {"eps": 1e-50}}, ["optimizer.eps=1e-50", "greater than or equal to 1e-30"]),
+        ({"optimizer": {"learning_rate": 1e300}}, ["learning_rate=1e+300", "less than or equal to 1000"]),
+        ({"optimizer": {"learning_rate": 1e-50}}, ["learning_rate=1e-50", "greater than or equal to 1e-12"]),
+        ({"optimizer": {"beta1": 0.99999999999}}, ["beta1=0.99999999999", "less than or equal to 0.999999"]),
+        ({"optimizer": {"beta2": 0.99999999999}}, ["beta2=0.99999999999", "less than or equal to 0.999999"]),
+        ({"optimizer": {"max_grad_norm": 1e-50}}, ["max_grad_norm=1e-50", "greater than or equal to 1e-12"]),
+        ({"algorithm": {"importance_cap": 1e-50}}, ["importance_cap=1e-50", "greater than or equal to 1e-06"]),
+        ({"algorithm": {"kl_weight": 1e300}}, ["kl_weight=1e+300", "less than or equal to 1e+06"]),
+        ({"weight": 1e-4}, ["weight=0.0001", "greater than or equal to 0.001"]),
+        ({"weight": 1001.0}, ["weight=1001.0", "less than or equal to 1000"]),
+        ({"env": "tiny:\ud800"}, [r"env='tiny:\ud800'", "UTF-8"]),
+        ({"env_args": {"x": ["\ud800"]}}, [r"env_args.x.0='\ud800'", "UTF-8"]),
+        ({"env_args": {"x": float("nan")}}, ["env_args.x=nan", "finite"]),
+        ({"env_args": {1: 2}}, ["env_args: the key 1", "quotes"]),
+        ({"env_args": {"day": datetime.date(2020, 1, 2)}}, ["env_args.day=", "date", "quotes"]),
+        ({"env_args": {"x": "y" * 5_000_000}}, ["bytes", "4194304"]),
+        ({"env_args": {"path": "p" * 5000}}, ["env_args.path='ppp", "too long", "255"]),
+        ({"env": "x\0.py:f"}, [r"env='x\x00.py:f'", "NUL"]),
+        ({"data": {"source": "jsonl:" + "p" * 5000}}, ["data.source='jsonl:", "too long"]),
+        ({"lora": {"init_from": "p/" * 3000}}, ["lora.init_from=", "too long", "4000"]),
+        ({"n" * 5000: 1}, ["jobs.0.nnn", "unknown key"]),
     ],
-    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
 def test_a_wrong_job_file_is_refused_before_anything_starts(tmp_path, change, words):
     file = write(tmp_path / "job.yaml", GOOD | change)
     sentence = refuse("run", file, "--dir", tmp_path / "run")
     assert all(word in sentence for word in words), sentence
-    assert not (tmp_path / "run").exists()
+    assert len(sentence) < 600 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name: 2020-13-45", ["line 1", "'2020-13-45' is no date"]),
+        ("seed: " + "9" * 5000, ["line 1", "is no whole number"]),
+        ("seed: 0x" + "f" * 5000, ["seed=a number of thousands of digits", "2**63 - 1"]),
+        ("seed: !!int abc", ["'abc' is no whole number"]),
+        ("weight: !!float abc", ["'abc' is no float"]),
+        ("name: !!timestamp abc", ["'abc' is no date"]),
+        ("seed: !!bool abc", ["'abc' is no bool"]),
+        ("env_args: " + "[" * 3000, ["nested too deeply"]),
+        ("env_args: {x: " + "[" * 40 + "]" * 40 + "}", ["env_args.x.0.0", "nested too deeply"]),
+        ("env_args: &x {y: *x}", ["env_args.y", "alias"]),
+        ("env_args: {a: &a [" + "1," * 300 + "], b: &b [" + "*a," * 300 + "], c: [" + "*b," * 300 + "]}", ["200000 values"]),
+        ("steps: 3\nname: b\n'steps': 4", ["line 3", "the key 'steps' stands there twice"]),
+        ("lora:\n  rank: 3\n  rank: 3", ["line 3", "'rank'"]),
+        ("env_args: !!python/name:os.system", ["line 1", "tag"]),
+        ("env_args: {b: !!binary aGk=}", ["env_args.b=b'hi'", "bytes"]),
+        ("env_args: \0", ["special characters"]),
+        ("env_args: {'x\\ud800': 1}", None),  # single quotes: a backslash is a backslash
+        ('env_args: {"x\\ud800": 1}', ["UTF-8"]),
+        ("env_args: {{a: 1}: 2}", ["line 1", "unhashable"]),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("command", ["run", "doctor"])
+def test_yaml_that_is_no_configuration_is_refused_at_its_line(tmp_path, command, text, words):
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    if words is None:
+        assert "name: missing" in refuse("run", file)
+        return
+    sentence = refuse(command, file)
+    assert all(word in sentence for word in [str(file), *words]), sentence
+    assert len(sentence) < 600
+
+
+def test_bytes_that_are_not_utf8_and_files_that_are_too_large(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_bytes(b"name: a\xff")
+    assert "byte 7 is not UTF-8" in refuse("run", file)
+    file.write_bytes(b"#" * (5 << 20))
+    assert "at most 4194304" in refuse("run", file)
+    file = write(tmp_path / "good.yaml", GOOD | {"sampling": {"max_tokens": 8}})
+    assert "--dir=" in (sentence := refuse("run", file, "--dir", "runs/\udcff")) and "UTF-8" in sentence
+    assert "too long" in refuse("run", file, "--dir", "d" * 5000)
+    assert "too long" in refuse("export", "run/job", "--out", "d" * 300)
+    assert "no such job file" in refuse("run", "f" * 5000)
+
+
+def test_settings_of_jobs_that_share_a_section_are_their_own(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "jobs:\n- &j\n  name: a\n  env: tiny:upper\n  rollout: &r {group_size: 4}\n  env_args: {x: {y: 1}}\n"
+        "- <<: *j\n  name: b\n- {name: c, env: tiny:upper, rollout: *r}\n"
+    )
+    config = load_run([file], ["jobs.a.rollout.group_size=2", "jobs.a.env_args.x.y=5"])
+    assert [job.rollout.group_size for job in config.jobs] == [2, 4, 4]
+    assert [job.env_args for job in config.jobs] == [{"x": {"y": 5}}, {"x": {"y": 1}}, {}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["\udcff\udcfe"], [r"prompt='\udcff\udcfe'", "UTF-8"]),
+        (["abc", "--stop", "\udcff"], [r"stop.0='\udcff'", "UTF-8"]),
+        (["abc", "--stop", ""], ["stop.0=''", "at least 1 character"]),
+        (["abc", "--adapter", "\udcff"], ["--adapter=", "UTF-8"]),
+        (["abc", "--adapter", "a/" * 5000], ["--adapter=", "too long"]),
+        (["abc", "--model", "m" * 5000], ["--model='mmm", "too long"]),
+        (["abc", "--model", "~nobody-of-this-name/m"], ["model='~nobody", "no such file"]),
+        (["abc", "--max-tokens", str(10**30)], ["max_tokens=1000", "2**63 - 1"]),
+        (["abc", "--top-k", str(10**12)], ["top_k=1000000000000", "2147483647"]),
+        (["abc", "--temperature", "1e300"], ["temperature=1e+300", "less than or equal to 1e+06"]),
+        (["abc", "--top-p", "0"], ["top_p=0.0", "greater than 0"]),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_sampled_is_refused(arguments, words):
+    sentence = refuse("sample", *([] if "--model" in arguments else ["--model", "tiny"]), *arguments)
+    assert all(word in sentence for word in words) and len(sentence) < 600, sentence
+
+
+def damage(folder, config=None, metadata=None, header=None, weights=None):
+    """Changes an adapter folder: fields of its configuration, metadata or the whole header of its tensors, or all values."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | (config or {})))
+    file = folder / "adapter_model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    document = json.loads(data[8 : 8 + length])
+    text = (
+        header or json.dumps(document | {"__metadata__": document["__metadata__"] if metadata is None else metadata}).encode()
+    )
+    tensors = data[8 + length :] if weights is None else weights * (len(data[8 + length :]) // len(weights))
+    file.write_bytes(len(text).to_bytes(8, "little") + text + tensors)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapter")
+    config = hf_config.read(source.resolve("tiny"))
+    spec = AdapterSpec(2, 4.0, ("q", "v"))
+    base = identity(source.resolve("tiny"))
+    peft_format.save(folder, config, spec, init_weights(config, spec, 2), base)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"config": {"r": 10**9}}, ["this model and r=1000000000 need", "[1000000000, "]),
+        ({"config": {"r": 10**30}}, ["this model and r=1000000000"]),
+        ({"config": {"lora_alpha": 10**400}}, ["lora_alpha=1000", "1e-06 to 1e+06"]),
+        ({"config": {"lora_alpha": 1e308}}, ["lora_alpha=1e+308", "1e-06 to 1e+06"]),
+        ({"config": {"target_modules": r"(a|aa|.)*[.](q|v)_proj(x|xx|.)*\d$"}}, ["target_modules=", "matches no module"]),
+        ({"config": {"target_modules": r"(.|..|...)*[!?]$"}}, ["target_modules='(.|..|...)*[!?]$'", "over 1 s"]),
+        ({"config": {"target_modules": "(.*)*(.*)*(.*)*x$"}}, ["target_modules=", "matches no module"]),
+        ({"config": {"exclude_modules": r"(.|..|...)*[!?]$"}}, ["exclude_modules='(.|..|...)*[!?]$'", "over 1 s"]),
+        ({"config": {"target_modules": "(" * 5000}}, ["target_modules='((((", "nested too deeply"]),
+        ({"metadata": {"marlaas": 5}}, ["__metadata__={'marlaas': 5}", "text"]),
+        ({"metadata": "x"}, ["__metadata__='x'", "text"]),
+        ({"metadata": {"marlaas": '{"base": "foo"}'}}, ["metadata", "object", "$.base"]),
+        ({"metadata": {"marlaas": '{"base": {"x": {}}}'}}, ["metadata", "str", "$.base[...]"]),
+        ({"metadata": {"marlaas": '{"seed": "abc"}'}}, ["metadata", "int", "$.seed"]),
+        ({"metadata": {"marlaas": '{"seed": null}'}}, ["metadata", "int", "$.seed"]),
+        ({"metadata": {"marlaas": '{"extra":' * 100_000}}, ["metadata"]),
+        ({"metadata": {"marlaas": "[]"}}, ["metadata", "object"]),
+        ({"header": b'{"a":' * 100_000}, ["header cannot be read", "RecursionError"]),
+        ({"header": b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'}, ["header cannot be read"]),
+        ({"weights": b"\x00\x00\xc0\x7f"}, ["lora_A.weight", "not finite"]),
+        ({"weights": b"\x00\x00\x80\xff"}, ["lora_A.weight", "not finite"]),
+    ],
+    ids=lambda value: str(value)[:50] if isinstance(value, dict) else "",
+)
+def test_a_damaged_adapter_is_refused_in_one_sentence(adapter, tmp_path, change, words):
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    damage(folder, **change)
+    sentence = refuse("sample", "abc", "--model", "tiny", "--adapter", folder)
+    assert all(word in sentence for word in [str(folder), *words]) and len(sentence) < 800, sentence
+
+
+def test_chat_takes_only_text(tmp_path):
+    assert "--system=" in refuse("chat", "--model", "tiny", "--system", "\udcff")
+    result = CliRunner().invoke(app, ["chat", "--model", "tiny"], input=b"abc\xff\n")
+    assert result.exit_code == 2 and "standard input" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_a_run_folder_that_another_process_writes_is_refused(tmp_path):
@@ -87,6 +269,9 @@ def test_overrides_and_resume_that_name_nothing(tmp_path):
     assert "KEY=VALUE" in refuse("run", file, "--set", "steps")
     assert "'lower'" in refuse("run", file, "--set", "jobs.lower.steps=3")
     assert "YAML" in refuse("run", file, "--set", "jobs.*.steps=[5")
+    assert "no date" in refuse("run", file, "--set", "jobs.upper.steps=2020-13-45")
+    assert "twice" in refuse("run", file, "--set", "jobs.upper.lora={rank: 1, rank: 2}")
+    assert "name=5" in refuse("run", write(tmp_path / "5.yaml", GOOD | {"name": 5}), "--set", "jobs.5.x=1")
     assert "no keys" in refuse("run", file, "--set", "jobs.*.env.x=5")
     assert "jobs.NAME." in refuse("run", file, "--set", "jobs=5")
     assert "--dir" in refuse("run", "--resume")

@@ -1,6 +1,9 @@
 """Items by ticket from files and generators: order, splits, mapping, and one sentence for each thing that can be wrong."""
 
+import itertools
 import json
+import threading
+import time
 
 import pytest
 
@@ -78,6 +81,12 @@ def test_mapping_of_prompt_and_answer(lines):
         ({"answer_regex": "(("}, r"not a regular expression"),
         ({"prompt_template": "{prompt} {other}"}, r"the item has no field 'other'"),
         ({"prompt_template": "{prompt"}, r"not a template"),
+        ({"prompt_template": "{prompt:>999999999}"}, r"not a template.*not 'prompt'"),
+        ({"prompt_template": "{prompt.x}"}, r"not a template.*not 'prompt.x'"),
+        ({"prompt_template": "{answer[x]}"}, r"not a template"),
+        ({"answer_regex": "(" * 5000}, r"answer_regex='\(+\.\.\.\(+': not a regular expression \(nested too deeply"),
+        ({"answer_regex": "(a{99999999999999999999})"}, r"not a regular expression"),
+        ({"source": "jsonl:" + "p/" * 1900 + "x"}, r"data.source='jsonl:p.*\.\.\..*x': no such file"),
         ({"source": "csv:x"}, r"must read jsonl:PATH, json:PATH, parquet:PATH"),
         ({"source": "jsonl:/none/x"}, r"data.source='jsonl:/none/x': no such file"),
     ],
@@ -100,6 +109,8 @@ def test_wrong_settings_are_one_sentence(lines, changes, says):
         ("jsonl", "3\n4\n", "line 1 must be an object, got int"),
         ("json", "[1, 2]", "item 0 must be an object, got int"),
         ("jsonl", "{oops\n" * 2, "line 1 is not JSON"),
+        ("jsonl", "[" * 100_000 + "\n" + "1", "line 1 is not JSON"),
+        ("json", "[" * 100_000, "not readable as JSON"),
     ],
 )
 def test_broken_files_are_one_sentence(tmp_path, kind, text, says):
@@ -116,6 +127,33 @@ def test_a_bad_line_is_named_when_it_is_reached(tmp_path):
     with pytest.raises(CorruptFile, match="line 32 is not JSON"):
         for ticket in range(data.num_train):
             data.item("train", ticket)
+
+
+def test_a_regular_expression_that_never_ends_costs_its_own_items_and_nobody_else_any_time(tmp_path):
+    path = tmp_path / "f.jsonl"
+    answers = ["aab"] * 8 + ["a" * 60 + "d", "aab"]
+    path.write_text("".join(json.dumps({"prompt": "p", "answer": answer}) + "\n" for answer in answers))
+    data = opened(DataConfig(source=f"jsonl:{path}", answer_regex="^((?:a|aa|aaa)*)[bc]$"))
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick():
+        while not done.wait(0.01):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    found = []
+    for ticket in range(data.num_train):
+        try:
+            found.append(data.item("train", ticket)["answer"])
+        except CorruptFile as error:
+            found.append(str(error))
+    done.set()
+    thread.join()
+    slow = [text for text in found if text != "aa"]
+    assert len(slow) == 1 and "data.answer_regex='^((?:a|aa|aaa)*)[bc]$': matching took over 1 s" in slow[0]
+    assert max(b - a for a, b in itertools.pairwise(ticks)) < 0.5
 
 
 def test_a_file_that_changes_under_a_job_is_told(lines):

@@ -86,6 +86,33 @@ def test_greedy_and_ties():
     assert np.isfinite(draw.logprob).all() and not np.asarray(draw.sampled_logprob).any()
 
 
+@pytest.mark.parametrize("settings", [(1.0, 0, 1e-50, 0.0), (1.0, 0, 1e-39, 0.0), (1e-50, 0, 1.0, 0.0), (1e-39, 5, 0.9, 0.0)])
+def test_settings_that_float32_rounds_to_zero_take_the_most_likely_token(settings):
+    logits = np.random.default_rng(3).standard_normal((64, 131)).astype(np.float32)
+    draw = sample(logits, rows(64, *settings), jnp.zeros(64, jnp.int32), jnp.ones(64, bool))
+    assert np.array_equal(draw.token, logits.argmax(-1)) and np.asarray(draw.finite).all()
+    np.testing.assert_array_equal(draw.sampled_logprob, np.zeros(64))
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_kept"), [((1.0, 0, 1.0, 0.99999999999), 2), ((1.0, 2**31 - 1, 0.999999999, 0.0), 131), ((1e6,), 131)]
+)
+def test_settings_that_float32_rounds_to_their_end(settings, num_kept):
+    """A tie at the top is kept whole; a limit beyond the vocabulary is none."""
+    logits = np.random.default_rng(4).standard_normal(131).astype(np.float32)
+    logits[[7, 90]] = 4.0
+    count = 20_000
+    draw = sample(np.tile(logits, (count, 1)), rows(count, *settings), jnp.zeros(count, jnp.int32), jnp.ones(count, bool))
+    assert len(np.unique(draw.token)) == num_kept and np.asarray(draw.finite).all() and np.isfinite(draw.sampled_logprob).all()
+
+
+def test_a_row_that_keeps_no_token_is_not_finite(monkeypatch):
+    monkeypatch.setattr(sampling, "_kept", lambda scaled, rows: jnp.zeros(scaled.shape, bool))
+    logits = np.zeros((2, 9), np.float32)
+    draw = sampling.sample(logits, rows(2, top_p=0.5), jnp.zeros(2, jnp.int32), jnp.ones(2, bool))
+    assert not np.asarray(draw.finite).any()
+
+
 def test_a_draw_depends_on_seed_and_position_alone():
     rng = np.random.default_rng(2)
     logits = jnp.asarray(rng.standard_normal((8, 300)), jnp.float32)

@@ -29,6 +29,9 @@ CODE = '''
 import asyncio, math, sys, time
 from marlaas_envs.protocol import Done, Observation
 
+class Evil:
+    def __str__(self): raise OSError("I have no name")
+
 class Unpicklable(Exception):
     def __init__(self): self.lock = __import__("threading").Lock(); super().__init__("no pickle " + "x" * 100_000)
     def __reduce__(self): raise TypeError("cannot pickle")
@@ -36,6 +39,7 @@ class Unpicklable(Exception):
 def reward(prompt, completion, item):
     kind = completion.strip()
     if kind == "raise": raise ValueError("my own mistake")
+    if kind == "surrogate": raise ValueError("half a \\ud800 pair")
     if kind == "exit": sys.exit(1)
     if kind == "unpicklable": raise Unpicklable()
     if kind == "loop":
@@ -65,6 +69,10 @@ class Env:
         if text == "both": return Observation(text="a", messages=[{"role": "user", "content": "b"}])
         if text == "object": return Observation(messages=[{"role": "user", "content": object()}])
         if text == "number": return 5
+        if text == "half": return Observation(text="a\\ud800b", stop=["c\\udfff"])
+        if text == "half messages": return Observation(messages=[{"role": "tool\\ud800", "k\\ud800": ["v\\ud800"]}])
+        if text == "half done": return Done(1.0, {"m\\ud800": 2.0, "n": "\\ud800"}, "note \\ud800")
+        if text == "evil": return Done(1.0, {Evil(): 1.0})
         if text == "system exit": sys.exit(3)
         if text == "forever": await asyncio.sleep(1000)
         if text == "stubborn":
@@ -171,6 +179,7 @@ def test_rewards_of_other_types():
     ("kind", "error_kind", "says"),
     [
         ("raise", "raised", "ValueError: my own mistake"),
+        ("surrogate", "raised", "ValueError: half a ? pair"),
         ("exit", "raised", "SystemExit: 1"),
         ("unpicklable", "raised", "characters left out"),
         ("loop", "timeout", "no answer within 0.3 s"),
@@ -208,6 +217,7 @@ def test_a_reward_function_that_fails_costs_its_episode_only(tmp_path, kind, err
         ("both", "bad_answer", "exactly one of text and messages"),
         ("object", "bad_answer", "cannot be written as JSON"),
         ("number", "bad_answer", "it returned 5 (int), not an Observation or a Done"),
+        ("evil", "bad_answer", "OSError: I have no name"),
         ("system exit", "raised", "SystemExit: 3"),
         ("forever", "timeout", "no answer within 0.3 s"),
         ("stubborn", "timeout", "no answer within 0.3 s"),
@@ -223,6 +233,24 @@ def test_an_environment_that_answers_badly_or_never(tmp_path, text, kind, says):
             assert isinstance(error, EnvError) and error.kind == kind and says in error.text
             server.send("w", reset("f"))
             assert (await answer(server)).text == "p 1"
+
+    run(main())
+
+
+def test_text_that_utf8_cannot_hold_arrives_with_question_marks(tmp_path):
+    async def main():
+        async with worker_with(tmp_path, ("j", "Env", {})) as server:
+            server.send("w", reset("e"))
+            await answer(server)
+            server.send("w", step("e", "half"))
+            seen = await answer(server)
+            assert (seen.text, seen.stop) == ("a?b", ("c?",))
+            server.send("w", step("e", "half messages", turn=1))
+            assert (await answer(server)).messages == ({"role": "tool?", "k?": ["v?"]},)
+            server.send("w", step("e", "half done", turn=2))
+            done = await answer(server)
+            assert (done.reward, done.metrics) == (1.0, {"m?": 2.0})
+            assert done.note == "metric n: '\\ud800' (str), not a number; note ?"
 
     run(main())
 

@@ -337,7 +337,7 @@ def test_every_episode_ends_exactly_once_though_workers_come_and_go(tmp_path):
 
 def test_data_worker_serves_all_jobs_by_ticket(tmp_path):
     path = tmp_path / "items.jsonl"
-    path.write_text("".join(json.dumps({"q": f"p{i}", "a": i}) + "\n" for i in range(20)))
+    path.write_text("".join(json.dumps({"q": f"p{i}", "a": i, "s": "\ud800"}) + "\n" for i in range(20)))
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
     config = DataConfig(source=f"jsonl:{path}", prompt_field="q", answer_field="a").model_dump_json().encode()
 
@@ -363,6 +363,7 @@ def test_data_worker_serves_all_jobs_by_ticket(tmp_path):
             assert "no such file" in (await c.next(EnvLoaded))[1].error
             first = [await ask("file", "train", t) for t in range(18)]
             assert sorted(i["answer"] for i in first) == list(range(18)) and first[0]["prompt"].startswith("p")
+            assert first[0]["s"] == "?"  # half of a surrogate pair
             assert await ask("file", "train", 5) == first[5]
             assert "there are 2 held-out items" in await ask("file", "eval", 2)
             assert (await ask("env", "eval", 3))["prompt"].endswith("\nA:")

@@ -86,7 +86,7 @@ def _fields(struct: type[msgspec.Struct]) -> list[str]:
 def _tables(section: type[pydantic.BaseModel], prefix: str, title: str) -> list[str]:
     """Returns the section's table, then those of the sections in it."""
     comments = _comments(section, set(section.model_fields))
-    doc = (section.__doc__ or "").strip()
+    doc = inspect.cleandoc(section.__doc__ or "")
     rows = [f"\n## {title}\n", doc + "\n", "| key | type | default | meaning |", "|---|---|---|---|"]
     nested: list[str] = []
     for name, field in section.model_fields.items():

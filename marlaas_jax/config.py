@@ -185,11 +185,19 @@ class EngineSection(Section):
 
 
 class BankSection(Section):
-    """The adapter bank of the sampler and the masters of the learner."""
+    """The adapter bank of the sampler and the masters of the learner.
+
+    Slots bound what is on the device at once, not how many jobs there are: further jobs wait in host memory for their turn.
+    Slot 0 of each is the null adapter.
+    """
 
     max_rank: Annotated[int, Field(ge=1, le=256)] = 8
-    num_sampler_slots: Annotated[int, Field(ge=3, le=2**16)] | None = None  # None: 1 + 2 * jobs, at least 3
-    num_learner_slots: Annotated[int, Field(ge=2, le=2**16)] | None = None  # None: 1 + jobs
+    # snapshots that rows may run under, and one being published; None: 1 + 2 * jobs, at least 3
+    num_sampler_slots: Annotated[int, Field(ge=3, le=2**16)] | None = None
+    # jobs with masters, moments and gradients on the device; None: 1 + jobs
+    num_learner_slots: Annotated[int, Field(ge=2, le=2**16)] | None = None
+    # kept on the device beside the resident ones; the rest on the host
+    max_device_snapshots: Annotated[int, Field(ge=0, le=2**16)] = 32
 
 
 class LearnerSection(Section):
@@ -220,7 +228,8 @@ class RuntimeConfig(Section):
     def sized_for(self, jobs: "Sequence[JobConfig]") -> "RuntimeConfig":
         """Returns the runtime with the sizes that depend on the jobs filled in, where the user left them open.
 
-        Each job may have rows under one snapshot while the next is published; blocks are no wider than the largest group.
+        There are slots for all: each job may have rows under one snapshot while the next is published, and nobody is paged out.
+        Blocks are no wider than the largest group.
         """
         bank, learner = self.bank, self.learner
         filled = {

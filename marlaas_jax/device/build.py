@@ -60,6 +60,7 @@ def engine_settings(runtime: RuntimeConfig, dtype: str) -> EngineSettings:
         context_buckets=engine.context_buckets,
         prefill_buckets=engine.prefill_buckets,
         dtype=dtype,
+        max_device_snapshots=bank.max_device_snapshots,
     )
 
 

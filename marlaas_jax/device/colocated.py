@@ -173,7 +173,7 @@ class ColocatedDevice:
 
     def gauges(self) -> dict[str, float]:
         """Returns what holds now; besides, so far, the longest dispatch of the learner and the longest wait of decoding."""
-        return self._sampler.counters() | self._longest_s
+        return self._sampler.counters() | self._learner.gauges() | self._longest_s
 
     def queued(self) -> dict[str, int]:
         """Returns the requests that wait in the sampler, by job."""

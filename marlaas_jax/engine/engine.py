@@ -39,6 +39,7 @@ class EngineSettings:
     context_buckets: tuple[int, ...] = ()
     prefill_buckets: tuple[int, ...] = ()
     dtype: str = "float32"  # of caches and adapters
+    max_device_snapshots: int = 32  # kept as device arrays beside the resident ones; others wait in host memory
     form: str = "auto"  # of applying adapters while decoding: "blocks", "onehot", or chosen by lora.apply.choose_form
 
     def resolved_form(self) -> str:

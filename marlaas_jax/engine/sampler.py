@@ -70,7 +70,7 @@ class Sampler:
         self._held: dict[int, tuple[Any, ...]] = {}
         self._writes = [0] * settings.num_adapter_slots  # how often each adapter slot was written
         self._residency = Residency(settings.num_adapter_slots)
-        self._snapshots = SnapshotStore()
+        self._snapshots = SnapshotStore(settings.max_device_snapshots)
         self._queue: FairQueue[Request] = FairQueue(4.0 * settings.num_decode_slots * settings.max_context)
         self._requests: dict[str, Request] = {}
         self._rows: dict[int, Row] = {}  # running, by decode slot
@@ -162,10 +162,12 @@ class Sampler:
         return self.engine.score(self._params, token_ids, slot)
 
     def _make_resident(self, snapshot: Snapshot, place: Callable[[SnapshotKey], tuple[int, bool]]) -> int:
-        slot, is_missing = place(key_of(snapshot))
+        key = key_of(snapshot)
+        slot, is_missing = place(key)
         if is_missing:
             self._params = self.engine.write_adapter(self._params, slot, snapshot.weights, snapshot.scale)
             self._writes[slot] += 1
+        self._snapshots.touch(key, self._residency.resident)
         return slot
 
     def _drop(self, keys: list[SnapshotKey]) -> None:
@@ -388,6 +390,7 @@ class Sampler:
             "engine/resident_snapshots": len(self._residency.resident),
             "engine/pinned_snapshots": self._residency.num_pinned,
             "engine/kept_snapshots": len(self._snapshots),
+            "engine/device_snapshots": self._snapshots.num_on_device,
             "engine/sampled_tokens": sum(self.sampled_tokens.values()),
             "engine/prefilled_tokens": sum(self.prefilled_tokens.values()),
         }

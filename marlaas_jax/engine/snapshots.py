@@ -1,6 +1,14 @@
-"""The snapshots that a sampler keeps: each job's latest and those that a request still names. The rest die at once."""
+"""The snapshots that a sampler keeps: each job's latest and those that a request still names. The rest die at once.
 
+Of those that have no adapter slot, a fixed number stays on the device; the longest unused wait in host memory, from where they
+are written into the bank like any other.
+"""
+
+import dataclasses
+from collections.abc import Collection, Hashable
 from typing import NamedTuple
+
+import jax
 
 from marlaas_jax.lora.snapshot import Snapshot
 
@@ -21,13 +29,21 @@ def key_of(snapshot: Snapshot) -> SnapshotKey:
 class SnapshotStore:
     """Snapshots by name, with a count of who uses each."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_on_device: int) -> None:
+        """`max_on_device` counts snapshots beside the resident ones."""
+        self._max_on_device = max_on_device
         self._snapshots: dict[SnapshotKey, Snapshot] = {}
+        self._on_device: dict[SnapshotKey, None] = {}  # longest unused first
         self._latest: dict[str, SnapshotKey] = {}
         self._uses: dict[SnapshotKey, int] = {}
 
     def __len__(self) -> int:
         return len(self._snapshots)
+
+    @property
+    def num_on_device(self) -> int:
+        """Number of snapshots that are held as device arrays, the resident ones included."""
+        return len(self._on_device)
 
     def latest(self, job: str) -> Snapshot | None:
         """Returns the job's newest snapshot."""
@@ -45,6 +61,7 @@ class SnapshotStore:
         """Makes a snapshot the job's latest; returns the names of those that died."""
         key = key_of(snapshot)
         self._snapshots[key] = snapshot
+        self._on_device[key] = None
         before = self._latest.get(snapshot.job)
         self._latest[snapshot.job] = key
         return [] if before is None or before == key else self._collect(before)
@@ -52,6 +69,17 @@ class SnapshotStore:
     def use(self, key: SnapshotKey) -> None:
         """Keeps a snapshot until as many `release`."""
         self._uses[key] = self._uses.get(key, 0) + 1
+
+    def touch(self, key: SnapshotKey, resident: Collection[Hashable]) -> None:
+        """Notes that a resident snapshot was put to use, and moves to host memory what is beyond the bound after that."""
+        if key in self._on_device:
+            del self._on_device[key]
+            self._on_device[key] = None
+        others = [other for other in self._on_device if other not in resident]
+        for other in others[: max(len(others) - self._max_on_device, 0)]:
+            snapshot = self._snapshots[other]
+            self._snapshots[other] = dataclasses.replace(snapshot, weights=jax.device_get(snapshot.weights))
+            del self._on_device[other]
 
     def release(self, key: SnapshotKey) -> list[SnapshotKey]:
         """Takes back one `use`; returns the names of those that died."""
@@ -69,4 +97,5 @@ class SnapshotStore:
         if key in self._uses or self._latest.get(key.job) == key or key not in self._snapshots:
             return []
         del self._snapshots[key]
+        self._on_device.pop(key, None)
         return [key]

@@ -50,6 +50,7 @@ class Batch:
         if objective.kl_weight > 0:
             self.scoring.extend(Work(message.job, SCORE_BASE, block) for block in blocks)
         self.unscored = len(self.scoring)
+        self.has_begun = False  # a block was taken into a micro-batch
         self.done: list[dict[str, float]] = []  # figures of the minibatches that are through
         self.busy: dict[str, float] = {}  # seconds of the device
 

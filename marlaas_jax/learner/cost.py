@@ -32,6 +32,12 @@ def projection_ops(model: ModelConfig, num_positions: int) -> float:
     return 2.0 * num_positions * model.model_dim * model.vocab_size
 
 
+def update_unit(model: ModelConfig, max_rank: int, num_adapters: int) -> Unit:
+    """Returns the optimizer step of some adapters."""
+    numbers = model.num_layers * max_rank * sum(d + f for d, f in model.projection_dims().values())
+    return Unit("update", 20.0 * num_adapters * numbers)
+
+
 class CostModel:
     """Seconds per operation for each kind of unit, corrected by what a dispatch really took."""
 

@@ -3,9 +3,10 @@
 # NumPy arrays are given where JAX arrays are named.
 # pyright: reportArgumentType=false
 
+import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -179,6 +180,15 @@ class Executor:
     def wipe(self, slot: int) -> None:
         """Clears a slot whole."""
         self.place(slot, self.zeros, self.zeros, self.zeros, 0.0)
+
+    @contextlib.contextmanager
+    def guest(self, weights: Weights, scale: float) -> Iterator[int]:
+        """Lends slot 0 to an adapter that has no slot, so that it can be read; then slot 0 is the null adapter again."""
+        self.place(0, weights, self.zeros, self.zeros, scale)
+        try:
+            yield 0
+        finally:
+            self.wipe(0)
 
     def published(self, slot: int, dtype: Any) -> Weights:
         """Returns a copy of the slot's adapter, on the device."""

@@ -4,8 +4,12 @@
 same shape of the others take the places that are left. Accumulators stay on the device between dispatches, so a micro-batch
 may be interrupted after any of its programs. A job's version rises by `minibatches` with every batch, also where a step was
 skipped (nothing to learn, or a gradient that is not finite), so versions keep pace with batches.
+
+Any number of jobs may be open. As many as there are slots are resident, with masters, moments and gradients on the device; the
+others' masters and moments wait in host memory, bit for bit, until a batch of theirs is next to run (`paging`).
 """
 
+import contextlib
 import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -21,15 +25,17 @@ from marlaas_jax.fairness import Shares
 from marlaas_jax.learner import buckets, figures, rows, state
 from marlaas_jax.learner.batch import SCORE_BASE, SCORE_PROXIMAL, TRAIN, Batch, Work
 from marlaas_jax.learner.buckets import LearnerSizes
-from marlaas_jax.learner.cost import CostModel, Unit
+from marlaas_jax.learner.cost import CostModel, Unit, update_unit
 from marlaas_jax.learner.executor import Chain, Executor
+from marlaas_jax.learner.paging import Slots
 from marlaas_jax.learner.schedule import learning_rate
+from marlaas_jax.learner.warmup import warm
 from marlaas_jax.lora.adapter import AdapterSpec, Weights, init_weights
 from marlaas_jax.lora.snapshot import Snapshot, fingerprint
 from marlaas_jax.messages import JobFailed, StepDone, TrainBatch
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.rl.objective import Objective, resolve
-from marlaas_jax.rl.packing import BlockShape, lay_out, lay_out_sequence
+from marlaas_jax.rl.packing import lay_out, lay_out_sequence
 
 NUM_SLICES = 4  # of a dispatch: it may end after each
 ARRAYS = ("adapter", "first_moment", "second_moment")
@@ -42,8 +48,8 @@ class _Job:
     incarnation: int
     config: JobConfig
     spec: AdapterSpec
-    slot: int
     objective: Objective
+    paged: tuple[Weights, Weights, Weights] | None = None  # weights and moments, NumPy, while it has no slot
     step: int = 0  # batches trained
     version: int = 0  # optimizer steps, skipped ones included
     count: int = 0  # optimizer steps applied
@@ -81,13 +87,16 @@ class Learner:
         self.sizes = sizes
         self._model, self._clock, self._dtype = model, clock, jnp.dtype(sampler_dtype)
         self._executor = Executor(model, params, sizes, num_slots, max_rank)
-        self._free_slots = list(range(num_slots - 1, 0, -1))
+        self._slots = Slots(num_slots)
         self._jobs: dict[str, _Job] = {}
         self._shares = Shares()
         self.busy_by_job_s: dict[str, float] = defaultdict(float)  # of micro-batches, each block its part
         self._cost = CostModel()
         self._running: _Running | None = None
-        self.counters = {"micro_batches": 0, "padded_tokens": 0, "tokens": 0, "updates": 0, "scored_micro_batches": 0}
+        self._paging_s = 0.0
+        self.counters = dict.fromkeys(
+            ("micro_batches", "padded_tokens", "tokens", "updates", "scored_micro_batches", "page_ins", "page_outs"), 0
+        )
 
     @classmethod
     def from_runtime(
@@ -127,12 +136,8 @@ class Learner:
         """Opens a job: fresh, from given weights (padded to the bank's rank), or exactly where `state` left it."""
         if job in self._jobs:
             raise InternalError(f"job {job!r} is open already, as incarnation {self._jobs[job].incarnation}")
-        if not self._free_slots:
-            raise InvalidRequest(
-                f"job {job!r}: all {len(self._jobs)} adapter slots of the learner are in use (runtime.bank.num_learner_slots)"
-            )
         executor = self._executor
-        added = _Job(job, incarnation, config, spec, self._free_slots[-1], resolve(config.algorithm))
+        added = _Job(job, incarnation, config, spec, resolve(config.algorithm))
         first = second = executor.zeros
         if state is not None:
             weights, first, second = _restore(state, self._model, spec, executor.max_rank)
@@ -140,21 +145,24 @@ class Learner:
                 setattr(added, name, int(state["counters"][name]))
         elif weights is None:
             weights = init_weights(self._model, spec, executor.max_rank)
-        executor.place(added.slot, weights, first, second, spec.scale)
-        self._free_slots.pop()
+        slot = self._slots.take(job)
+        if slot is None:
+            added.paged = weights, first, second
+        else:
+            executor.place(slot, weights, first, second, spec.scale)
         self._jobs[job] = added
         self._shares.add(job, config.weight)
 
     def remove_job(self, job: str) -> None:
         """Closes a job and wipes its slot: weights, moments, gradients, counters (H02). An unknown job is no error."""
-        removed = self._jobs.pop(job, None)
-        if removed is None:
-            return
+        self._jobs.pop(job, None)
         self._shares.remove(job)
+        slot = self._slots.release(job)
+        if slot is None:
+            return
         if self._running is not None:
-            self._running.chain.redirect(removed.slot)
-        self._executor.wipe(removed.slot)
-        self._free_slots.append(removed.slot)
+            self._running.chain.redirect(slot)
+        self._executor.wipe(slot)
 
     def submit(self, batch: TrainBatch) -> bool:
         """Queues a batch; returns False for one that is stale or was seen before, which changes nothing.
@@ -181,20 +189,22 @@ class Learner:
     def step(self) -> list[StepDone | JobFailed]:
         """Runs one bounded dispatch and waits for it: optimizer steps of the jobs that are due, or a part of a micro-batch.
 
-        A part runs in slices, so that a machine slower than predicted stops it early rather than late.
+        A part runs in slices, so that a machine slower than predicted stops it early rather than late. One that begins a
+        micro-batch may bring a job in from host memory first, another one out: never more than one each.
         """
         start = self._clock()
+        paging_s = 0.0
         if self._running is None:
             if due := self._due():
                 return self._update(due[: self.sizes.update_buckets[-1]], start)
-            waiting = self._waiting()
-            if not waiting:
+            ready, paging_s = self._admit()
+            if not ready:
                 return []
-            self._running = self._start(waiting)
+            self._running = self._start(ready)
         running = self._running
         calls = running.chain.calls
         slice_s = self.sizes.max_dispatch_s / NUM_SLICES
-        spent = 0.0
+        spent = paging_s
         for _ in range(NUM_SLICES):
             units = self._affordable(calls, slice_s)
             if not units or (spent and spent + self._cost.predict_s(units) > self.sizes.max_dispatch_s):
@@ -207,7 +217,7 @@ class Learner:
         if not calls:
             self._running = None
             self._collect(running)
-        self._account(running, self._clock() - start)
+        self._account(running, self._clock() - start - paging_s)
         return []
 
     def _affordable(self, calls: deque[tuple[Unit, Any]], seconds: float) -> list[Unit]:
@@ -227,27 +237,54 @@ class Learner:
     def _due(self) -> list[_Job]:
         return [job for job in self._live() if job.batches and job.batches[0].is_due]
 
-    def _waiting(self) -> list[_Job]:
-        """Returns the jobs with blocks to run, in the order of the queue."""
-        names = [job.name for job in self._live() if job.batches and job.batches[0].waiting()]
-        return [self._jobs[name] for name in self._shares.order(names)]
+    def _admit(self) -> tuple[list[_Job], float]:
+        """Returns the resident jobs whose blocks may run now, in the order of the queue, and the seconds that paging took.
 
-    def _start(self, waiting: list[_Job]) -> _Running:
-        """Takes blocks of one shape and kind from the waiting jobs and makes them a micro-batch."""
-        head = waiting[0].batches[0].waiting()[0]
+        The first of them is paged in if it has to be.
+        """
+        queue = self._shares.order([job.name for job in self._live() if job.batches and job.batches[0].waiting()])
+        held = {job.name for job in self._live() if job.batches and job.batches[0].has_begun}
+        admitted = self._slots.admitted(queue, held)
+        seconds = 0.0
+        if admitted and admitted[0] not in self._slots:
+            start = self._clock()
+            self._page_in(admitted[0], self._slots.leaving(queue, held))
+            seconds = self._clock() - start
+            self._paging_s += seconds
+        return [self._jobs[name] for name in admitted if name in self._slots], seconds
+
+    def _page_in(self, job: str, leaving: str | None) -> None:
+        """Moves a job from host memory into a free slot, or into that of `leaving`, which moves to host memory, and waits."""
+        executor, entering = self._executor, self._jobs[job]
+        if leaving is not None:
+            self._jobs[leaving].paged = executor.extract(self._slots[leaving])
+            self._slots.release(leaving)
+            self.counters["page_outs"] += 1
+        slot = self._slots.take(job)
+        assert slot is not None and entering.paged is not None, f"job {job!r} cannot be paged in"
+        executor.place(slot, *entering.paged, entering.spec.scale)
+        entering.paged = None
+        jax.block_until_ready(executor.masters)
+        self.counters["page_ins"] += 1
+
+    def _start(self, ready: list[_Job]) -> _Running:
+        """Takes blocks of one shape and kind from the jobs that may run and makes them a micro-batch."""
+        head = ready[0].batches[0].waiting()[0]
         shape, trains = head.block.shape, head.purpose == TRAIN
         work: list[tuple[_Job, Work]] = []
-        for job in waiting:
+        for job in ready:
             queue = job.batches[0].waiting()
             fitting = [w for w in queue if w.block.shape == shape and (w.purpose == TRAIN) == trains]
             for taken in fitting[: shape.blocks - len(work)]:
+                job.batches[0].has_begun = True
+                self._slots.use(job.name)
                 queue.remove(taken)
                 work.append((job, taken))
                 self._shares.charge(job.name, shape.tokens_per_block)
         layout = lay_out(shape, [w.block for _, w in work], self.sizes.capacity, self.sizes.num_rows, self.sizes.num_suffix)
         slots = np.zeros(shape.blocks, np.int32)
         for m, (job, w) in enumerate(work):
-            slots[m] = 0 if w.purpose == SCORE_BASE else job.slot
+            slots[m] = 0 if w.purpose == SCORE_BASE else self._slots[job.name]
         self.counters["padded_tokens"] += shape.num_tokens
         self.counters["tokens"] += sum(len(w.block.prompt) + sum(len(r.token_ids) for r in w.block.rows) for _, w in work)
         if not trains:
@@ -304,9 +341,9 @@ class Learner:
             })  # fmt: skip
         norms = np.zeros(0)
         if stepping:
-            norms = np.asarray(jax.device_get(self._executor.update([job.slot for job in stepping], hyper)))
+            norms = np.asarray(jax.device_get(self._executor.update([self._slots[job.name] for job in stepping], hyper)))
             self.counters["updates"] += 1
-            self._cost.observe([self._update_unit(len(stepping))], self._clock() - start)
+            self._cost.observe([update_unit(self._model, self._executor.max_rank, len(stepping))], self._clock() - start)
         done: list[StepDone | JobFailed] = []
         for job in due:
             if job in stepping:
@@ -351,10 +388,6 @@ class Learner:
         metrics = figures.summarize(figures.merge([*batch.done, batch.busy]))
         return [StepDone(job.name, job.incarnation, job.step, job.version, "", metrics)]
 
-    def _update_unit(self, num_adapters: int) -> Unit:
-        shapes = jax.tree.leaves(self._executor.zeros)
-        return Unit("update", 20.0 * num_adapters * sum(array.size for array in shapes))
-
     # ---- what others read
 
     def snapshot(self, job: str) -> Snapshot:
@@ -363,7 +396,8 @@ class Learner:
         Raises WrongWeights if an update with a gradient left the weights as they were published before (H09, H26).
         """
         owner = self._job(job)
-        weights = self._executor.published(owner.slot, self._dtype)
+        with self._slot_of(owner) as slot:
+            weights = self._executor.published(slot, self._dtype)
         mark = fingerprint(weights, owner.spec.scale)
         if owner.moved and mark == owner.published:
             raise WrongWeights(
@@ -374,22 +408,23 @@ class Learner:
 
     def weights(self, job: str) -> Weights:
         """Returns the job's master weights as NumPy arrays, padded to the bank's rank."""
-        return self._executor.extract(self._job(job).slot)[0]
+        return self._arrays_of(self._job(job))[0]
 
     def score(self, job: str, token_ids: Any) -> np.ndarray:
         """Returns the log-probs of token_ids[1:] under the job's masters, float32, at once: for short sequences."""
         ids = np.asarray(token_ids, np.int32)
         if len(ids) < 2:
             return np.zeros(0, np.float32)
-        slots = lambda shape: np.full(shape.blocks, self._job(job).slot, np.int32)
         shapes = [s for s in (self.sizes.probe, *self.sizes.shapes) if s.prompt + s.suffix >= len(ids) - 1]
         if not shapes:
             longest = max(s.prompt + s.suffix for s in self.sizes.shapes) + 1
             raise InvalidRequest(f"score: {len(ids)} tokens; the learner's buckets allow at most {longest}")
         shape = min(shapes, key=lambda s: s.num_tokens)
-        chain = self._executor.score_chain(lay_out_sequence(shape, ids, self.sizes.capacity), slots(shape))
-        while chain.calls:
-            chain.run()
+        layout = lay_out_sequence(shape, ids, self.sizes.capacity)
+        with self._slot_of(self._job(job)) as slot:
+            chain = self._executor.score_chain(layout, np.full(shape.blocks, slot, np.int32))
+            while chain.calls:
+                chain.run()
         return np.concatenate(jax.device_get(chain.results["logprobs"]))[: len(ids) - 1]
 
     def state(self, job: str) -> dict[str, Any]:
@@ -400,10 +435,28 @@ class Learner:
         owner = self._job(job)
         if owner.batches and owner.batches[0].done:
             raise InternalError(f"job {job!r}: its state was asked for between two minibatches of batch {owner.step}")
-        arrays = {
-            name: state.flatten(tree, owner.spec) for name, tree in zip(ARRAYS, self._executor.extract(owner.slot), strict=True)
-        }
+        arrays = {name: state.flatten(tree, owner.spec) for name, tree in zip(ARRAYS, self._arrays_of(owner), strict=True)}
         return {"arrays": arrays, "counters": {name: int(getattr(owner, name)) for name in COUNTERS}}
+
+    def gauges(self) -> dict[str, float]:
+        """Returns the jobs held now, and what paging did since the start: moves either way and the seconds they took."""
+        return {
+            "learner/open_jobs": len(self._jobs),
+            "learner/resident_jobs": len(self._slots),
+            "learner/page_ins": self.counters["page_ins"],
+            "learner/page_outs": self.counters["page_outs"],
+            "learner/paging_s": self._paging_s,
+        }
+
+    def _arrays_of(self, job: _Job) -> tuple[Weights, Weights, Weights]:
+        """Returns (weights, first, second) of a job as NumPy arrays, wherever they are."""
+        return job.paged or self._executor.extract(self._slots[job.name])
+
+    def _slot_of(self, job: _Job) -> contextlib.AbstractContextManager[int]:
+        """Returns the slot in which a job's masters stand as long as the context is open; a paged-out job is a guest there."""
+        if job.paged is None:
+            return contextlib.nullcontext(self._slots[job.name])
+        return self._executor.guest(job.paged[0], job.spec.scale)
 
     def _job(self, job: str) -> _Job:
         if job not in self._jobs:
@@ -413,58 +466,11 @@ class Learner:
     # ---- programs
 
     def warmup(self, compiled: Callable[[str], None] = lambda program: None) -> None:
-        """Compiles and runs every program on padding, then once more to time it. Afterwards nothing compiles (H44).
+        """Compiles every program, those that page included, and times them. Afterwards nothing compiles (H44).
 
         `compiled` is told the name of each of the `sizes.num_programs` programs once it is there.
         """
-        executor, known = self._executor, set()
-
-        def announce(program: str) -> None:
-            if program not in known:
-                known.add(program)
-                compiled(program)
-
-        for shape in (*self.sizes.shapes, self.sizes.probe):
-            for timed in (False, True):
-                self._run_padding(shape, announce, timed)
-        for bucket in self.sizes.update_buckets:
-            for _ in range(2):
-                start = self._clock()
-                jax.block_until_ready(executor.update([], [], at_least=bucket))
-            self._cost.calibrate(self._update_unit(bucket), max(self._clock() - start, 1e-6))
-            announce(f"update of {bucket}")
-        executor.wipe(0)
-        announce("place")
-        published = executor.published(0, self._dtype)
-        announce("published")
-        fingerprint(published, 0.0)
-        announce("fingerprint")
-        executor.extract(0)
-        announce("extract")
-
-    def _run_padding(self, shape: BlockShape, announce: Callable[[str], None], timed: bool) -> None:
-        """Runs a micro-batch without blocks: training for the shapes of the sizes, scoring for the probe."""
-        layout = lay_out_sequence(shape, np.zeros(2, np.int32), self.sizes.capacity)
-        slots = np.zeros(shape.blocks, np.int32)
-        if shape == self.sizes.probe:
-            chain = self._executor.score_chain(layout, slots)
-        else:
-            nowhere = np.full((self.sizes.num_rows, self.sizes.num_suffix), self.sizes.capacity, np.int32)
-            layout = dataclasses.replace(layout, index_BT=nowhere)
-            chain = self._executor.train_chain(layout, slots, rows.loss_rows(layout, [], *nowhere.shape))
-        # One group of layers stands for all: the first forward and, for its input, the last backward.
-        forwards = [call for call in chain.calls if call[0].kind == "forward"]
-        backwards = [call for call in chain.calls if call[0].kind == "backward"]
-        left_out = [*forwards[1:], *backwards[:-1]]
-        chain.calls = deque(call for call in chain.calls if call not in left_out)
-        while chain.calls:
-            start = self._clock()
-            unit, out = chain.run()
-            jax.block_until_ready(out)
-            of_shape = f" of {shape.blocks} x ({shape.prompt} + {shape.rows} x {shape.suffix}) tokens"
-            announce(unit.kind + (of_shape if unit.kind in ("forward", "backward") else ""))
-            if timed:
-                self._cost.calibrate(unit, max(self._clock() - start, 1e-6))
+        warm(self._executor, self._dtype, self._cost, self._clock, compiled)
 
 
 def _restore(

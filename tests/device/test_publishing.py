@@ -88,7 +88,7 @@ def test_an_update_that_reaches_no_published_weight_is_an_error(make):
     harness.add("a")
     harness.train("a", 0)
     executor = harness.learner._executor
-    frozen = executor.published(harness.learner._job("a").slot, harness.learner._dtype)
+    frozen = executor.published(harness.learner._slots["a"], harness.learner._dtype)
     executor.published = lambda slot, dtype: frozen
     ((_, kind, reason),) = failures(harness.train("a", 1))
     assert kind == "WrongWeights" and "changed nothing" in reason

@@ -27,6 +27,8 @@ class Stage:
     def counters(self) -> dict[str, float]:
         return {}
 
+    gauges = counters
+
 
 def make(decode_s: float, learn_s: float) -> tuple[ColocatedDevice, Stage, list[str]]:
     turns: list[str] = []

@@ -12,6 +12,7 @@ import pytest
 from marlaas_jax.engine import layered
 from marlaas_jax.engine.engine import EngineSettings
 from marlaas_jax.engine.sampler import Sampler
+from marlaas_jax.engine.snapshots import key_of
 from marlaas_jax.lora import bank as banks
 from marlaas_jax.lora.snapshot import Snapshot, fingerprint
 from marlaas_jax.messages import Generate, Sampling
@@ -228,6 +229,41 @@ def test_memory_is_flat_over_a_thousand_publishes(unrolled):
     assert len(set(live)) == 1
     counters = sampler.counters()
     assert counters["engine/kept_snapshots"] == counters["engine/resident_snapshots"] == 1
+
+
+def test_memory_is_flat_with_more_jobs_than_slots(unrolled):
+    """A thousand publishes of twelve jobs in a bank for three: two more may stay on the device, the rest goes to the host."""
+    sampler = make(unrolled, is_warm=True, num_adapter_slots=4, max_device_snapshots=2)
+    jobs = [f"job{i}" for i in range(12)]
+    slots = {job: i % 4 + 1 for i, job in enumerate(jobs)}
+    content = {slot: banks.read(unrolled.bank, slot) for slot in slots.values()}
+    live, seen = [], {}
+    for turn in range(1000):
+        job = jobs[turn % 12]
+        weights, scale = content[slots[job]]
+        weights = {**weights, "q": {**weights["q"], "up": weights["q"]["up"] + 0}}
+        sampler.publish(Snapshot(job, 0, turn // 12, weights, float(scale), "unused"))
+        del weights
+        if turn % 125 == 60:
+            for asked in jobs:
+                sampler.submit(ask(f"{asked}@{turn}", asked, max_tokens=2, temperature=0.0))
+            for (request, _), answer in drain(sampler, 400).items():
+                assert seen.setdefault(request.partition("@")[0], answer.logprobs) == answer.logprobs
+        if turn % 250 == 249:
+            gc.collect()
+            live.append(len(jax.live_arrays()))
+            counters = sampler.counters()
+            assert counters["engine/kept_snapshots"] == 12 and counters["engine/resident_snapshots"] == 3
+            assert counters["engine/device_snapshots"] == 3 + 2
+    assert len(set(live)) == 1
+    latest = {job: sampler._snapshots.latest(job) for job in jobs}
+    assert sum(isinstance(kept.weights["q"]["up"], np.ndarray) for kept in latest.values()) == 12 - 3 - 2
+    before = sampler.compiles_since_warmup()
+    for job, kept in latest.items():
+        sampler.score(job, -1, [1, 2, 3])
+        slot = sampler._residency.slot_of(key_of(kept))
+        assert sampler.engine.fingerprint(sampler._params, slot) == fingerprint(*content[slots[job]])
+    assert sampler.compiles_since_warmup() == before, "bringing one back is a copy"
 
 
 def test_a_large_group_is_admitted_in_parts_from_one_prefill(unrolled):

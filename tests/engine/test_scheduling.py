@@ -1,6 +1,8 @@
 """Pure bookkeeping: residency, the fair queue, block arrangement, buckets."""
 
 import hypothesis
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -51,7 +53,7 @@ def test_a_bank_without_room_to_publish_is_refused():
 
 
 def test_snapshots_die_with_their_last_user():
-    store = SnapshotStore()
+    store = SnapshotStore(8)
     make = lambda version: Snapshot("j", 0, version, {}, 1.0, "")
     key = lambda version: SnapshotKey("j", 0, version)
     assert store.publish(make(0)) == []
@@ -61,6 +63,22 @@ def test_snapshots_die_with_their_last_user():
     assert store.release(key(0)) == [key(0)] and store.get(key(0)) is None
     assert store.latest("j").version == 2
     assert store.forget("j") == [key(2)] and len(store) == 0
+
+
+def test_what_has_no_slot_leaves_the_device_longest_unused_first():
+    store = SnapshotStore(1)
+    keys = [SnapshotKey(job, 0, 0) for job in "abcd"]
+    on_host = lambda: {key.job for key, kept in store._snapshots.items() if isinstance(kept.weights["x"], np.ndarray)}
+    for key in keys[:3]:
+        store.publish(Snapshot(key.job, 0, 0, {"x": jnp.zeros(1)}, 1.0, ""))
+        store.touch(key, keys[:3])
+    store.touch(keys[0], keys[:3])  # a is used again
+    assert not on_host() and store.num_on_device == 3
+    store.publish(Snapshot("d", 0, 0, {"x": jnp.zeros(1)}, 1.0, ""))
+    store.touch(keys[3], keys[2:])
+    assert on_host() == {"b"} and store.num_on_device == 3
+    assert store.forget("b") == [keys[1]] and store.forget("d") == [keys[3]] and store.num_on_device == 2
+    assert store.forget("a") == [keys[0]] and store.forget("c") == [keys[2]] and store.num_on_device == 0
 
 
 def serve(queue: FairQueue, rounds: int, cost: dict[str, float], fits=lambda item: True) -> dict[str, float]:

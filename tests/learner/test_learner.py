@@ -295,15 +295,6 @@ def test_a_slot_is_wiped_when_it_changes_hands_even_within_a_micro_batch_h02(at,
     same(learner.state("a"), other.state("a"))
 
 
-def test_no_slot_left_names_the_setting():
-    learner = small.make_learner(num_slots=2)
-    open_job(learner, "a")
-    with pytest.raises(InvalidRequest, match=r"runtime\.bank\.num_learner_slots"):
-        open_job(learner, "b")
-    learner.remove_job("a")
-    open_job(learner, "b")
-
-
 @pytest.mark.parametrize("stop", [1, 2])
 def test_resumed_equals_uninterrupted_number_for_number_h38(stop):
     straight = small.make_learner()
@@ -368,7 +359,7 @@ def test_a_publish_that_changes_nothing_after_a_gradient_is_an_error_h09_h26(mon
     learner = small.make_learner()
     open_job(learner, "a")
     learner.snapshot("a")
-    stale = learner._executor.published(learner._jobs["a"].slot, learner._dtype)
+    stale = learner._executor.published(learner._slots["a"], learner._dtype)
     small.run(learner, batch_of("a"))
     monkeypatch.setattr(learner._executor, "published", lambda slot, dtype: stale)
     with pytest.raises(WrongWeights, match="version 1: an update with a gradient changed nothing"):

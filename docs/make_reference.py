@@ -26,10 +26,10 @@ CONFIGURATION_HEAD = """# Configuration reference
 
 <!-- Written by docs/make_reference.py from marlaas_jax/config.py; change those and run it again. -->
 
-A file holds either one job, or `jobs:` (a list) with an optional `runtime:`. Unknown keys are errors. A value comes from the
-defaults below, then the file, then `--set`, as in `--set runtime.engine.num_decode_slots=64`, `--set jobs.NAME.steps=5` or
-`--set jobs.*.steps=5`. `marlaas run --check FILE` checks the model, the environments and the
-data as far as that goes without running anything, and prints the resolved configuration.
+A file holds either one job, or `jobs:` (a list), and in both cases perhaps a `runtime:`. Unknown keys are errors. A value
+comes from the defaults below, then the file, then `--set`, as in `--set runtime.engine.num_decode_slots=64`,
+`--set jobs.NAME.steps=5` or `--set jobs.*.steps=5`. `marlaas run --check FILE` checks the model, the environments and the data
+as far as that goes without running anything, and prints the resolved configuration.
 
 Several files make one run, and a run has one runtime. It is enough that one of the files has a `runtime:`, whichever it is.
 Where more than one has it, all must say the same, or the run is refused. Paths are relative to the file that they stand in.

@@ -9,13 +9,17 @@ README = "README.md"
 SNIPPET = """from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained({base!r})
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {adapter!r})
+base = {base!r}
+tokenizer = AutoTokenizer.from_pretrained(base)
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), {adapter!r})
 """
 PAGE = """# A LoRA adapter for {name}
 
-It was trained on the base model `{name}`, which lies on this machine in `{folder}`. Elsewhere, name the same model there:
-with another base the adapter gives nonsense.
+It was trained on the base model `{name}`, which on the machine of the training lies in
+
+    {folder}
+
+Elsewhere, name the same model there: with another base the adapter gives nonsense.
 
 ```python
 {snippet}```

@@ -72,7 +72,7 @@ def test_finish_commits_the_last_step_and_exports(make, tmp_path):
     assert [type(a) for a in answers] == [Checkpointed, JobFinished] and answers[-1].step == 1
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     page = (tmp_path / "adapter" / "README.md").read_text()
-    assert "base model `tiny`" in page and f"AutoModelForCausalLM.from_pretrained('{TINY}')" in page
+    assert "base model `tiny`" in page and f"base = '{TINY}'" in page
     compile(page.split("```python")[1].split("```")[0], "snippet", "exec")
     assert read_json(tmp_path / "adapter" / "adapter_config.json")["base_model_name_or_path"] == str(TINY)
 

@@ -7,7 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -220,22 +220,26 @@ def test_memory_and_file_stay_flat_while_events_are_trimmed(tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_a_lost_server_fails_what_is_under_way_and_no_more(postgres_server):
-    url = postgres_server.render_as_string(hide_password=False)
-    with Store.open(url) as store:
+def test_a_lost_connection_fails_what_is_under_way_and_no_more(postgres_server):
+    def cut(connection: sa.Connection) -> None:
+        connection.execute(sa.text("SELECT pg_terminate_backend(pg_backend_pid())"))
+
+    def cut_all_others(connection: sa.Connection) -> None:
+        others = "FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'marlaas'"
+        connection.execute(sa.text(f"SELECT pg_terminate_backend(pid) {others}"))
+
+    with Store.open(postgres_server.render_as_string(hide_password=False)) as store:
         store.write(events.add_event, "before", now=1.0).result(10)
         assert store.read(events.last_seq) > 0
-
-        def cut(connection: sa.Connection) -> None:
-            own = sa.text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = pg_backend_pid()")
-            connection.execute(own)
-
-        with pytest.raises(StorageError, match="postgresql://marlaas@/postgres"):
-            store.write(cut).result(10)
-        everyone = sa.text(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename = 'marlaas'"
-        )
-        store.write(lambda c: c.execute(everyone) and None).result(10)
-        time.sleep(0.1)
-        assert store.write(events.add_event, "after", now=1.0).result(10).kind == "after"
-        assert [event.kind for event in store.read(events.list_events, tenant_id=None)] == ["before", "after"]
+        started = threading.Event()
+        store.write(lambda _: started.wait(10) and None)
+        futures = [store.write(events.add_event, f"beside {i}", now=1.0) for i in range(2)]
+        futures.insert(1, store.write(cut))
+        started.set()
+        with pytest.raises(StorageError, match=r"postgresql://marlaas@/postgres.*: cannot be used"):
+            futures[1].result(10)
+        assert [futures[i].result(10).kind for i in (0, 2)] == ["beside 0", "beside 1"]
+        store.write(cut_all_others).result(10)
+        store.write(events.add_event, "after", now=1.0).result(10)
+        found = [event.kind for event in store.read(events.list_events, tenant_id=None)]
+        assert found == ["before", "beside 0", "beside 1", "after"]

@@ -89,7 +89,7 @@ class Service:
             await self.events.close()
 
     async def drain(self) -> None:
-        """Lets running steps end and commits them, then ends `serve`; in the store these jobs still run: the next start goes on."""
+        """Lets running steps end, commits them and ends `serve`; in the store these jobs still run: the next start goes on."""
         self._is_draining = True
         running = [job.name for job in self.controller.jobs.values() if job.is_live]
         for name in running:

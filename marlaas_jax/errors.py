@@ -7,6 +7,7 @@ MarlaasError
 |   +-- InvalidRequest     a request that cannot be served: too long a prompt, an unknown adapter
 |   +-- CorruptFile        a model, adapter or checkpoint file that cannot be read; names the path
 |   +-- StorageError       a disk that is full or not writable; names the path
+|   +-- QuotaExceeded      a tenant asks for more than it may use; says after how many seconds to try again, if that helps
 +-- JobFailure             ends one job and no other; carries the reason that its owner reads
 |   +-- WrongWeights       the sampler does not hold the weights that the learner published
 |   +-- NonFinite          too many non-finite gradients in a row
@@ -43,6 +44,14 @@ class CorruptFile(UserError):
 
 class StorageError(UserError):
     """A write that failed: the disk is full or the path is not writable."""
+
+
+class QuotaExceeded(UserError):
+    """A tenant asks for more than it may use; `retry_after_s` is None where waiting alone does not help."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class JobFailure(MarlaasError):

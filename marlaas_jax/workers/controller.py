@@ -100,7 +100,8 @@ class Controller:
     """Serves jobs that come and go. Make it and call `serve` once, inside an event loop; jobs are added while that runs.
 
     `is_strict`: what is wrong with a new job's environment ends everything with an InvalidConfig, as the one who waits for
-    `marlaas run` wants it; else it ends that job. `on_over` is called with each job that has ended or is paused.
+    `marlaas run` wants it; else it ends that job. `on_step` is called with each trained batch's metrics, `on_over` with each
+    job that has ended or is paused.
     `device_module` is what runs as the device's process; tests give a fake one.
     """
 
@@ -111,6 +112,7 @@ class Controller:
         *,
         on_status: OnStatus | None = None,
         on_event: OnEvent | None = None,
+        on_step: Callable[[Job, dict[str, Any]], None] = lambda job, metrics: None,
         on_over: Callable[[Job], None] = lambda job: None,
         is_strict: bool = False,
         device_module: str = DEVICE_MODULE,
@@ -122,6 +124,7 @@ class Controller:
         self.phase = "checking"
         self._on_status = on_status
         self._on_event = on_event
+        self._on_step = on_step
         self._on_over = on_over
         self._is_strict = is_strict
         self._device_module = device_module
@@ -452,7 +455,7 @@ class Controller:
         job = self.jobs.get(message.job)
         if job is None or not self._is_current(message) or message.step != job.step + 1:
             return
-        job.trained(message)
+        self._on_step(job, job.trained(message))
         self.orchestrator.on_step_done(message, now)
 
     def _on_rendered(self, key: TurnKey, token_ids: tuple[int, ...], error: str) -> None:
@@ -653,6 +656,11 @@ class Controller:
             transport={name: getattr(counters, name) for name in ("sent", "delivered", "in_flight", "failed", "received")},
             loop_lag_s=self._lag_s,
         )
+
+    def job_status(self, name: str) -> JobStatus | None:
+        """Returns how a job stands now, None for one that is not here."""
+        job = self.jobs.get(name)
+        return None if job is None else self._job_status(job, time.monotonic())
 
     def _job_status(self, job: Job, now: float) -> JobStatus:
         rollout = self.orchestrator.jobs.get(job.name)

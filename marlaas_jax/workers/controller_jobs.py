@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from pathlib import Path
+from typing import Any
 
 from marlaas_jax.config import JobConfig
 from marlaas_jax.messages import EnvLoaded, JobReady, LoadEnv, StepDone
@@ -122,10 +123,10 @@ class Job:
             retry_lost=self.env_ready.retry_lost,
         )
 
-    def trained(self, message: StepDone) -> None:
-        """Notes a trained batch."""
+    def trained(self, message: StepDone) -> dict[str, Any]:
+        """Notes a trained batch; returns its line of metrics."""
         self.step = message.step
-        self.files.batch_trained(message.step, message.version, message.metrics)
+        return self.files.batch_trained(message.step, message.version, message.metrics)
 
     def count_rate(self, seconds: float) -> None:
         """Updates tokens per second; call it once in a while."""

@@ -1,0 +1,47 @@
+"""The service file: one runtime, where the service listens, where it keeps things, what tenants may use."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from marlaas_jax.config import JobConfig, RuntimeConfig, Section
+from marlaas_jax.errors import InvalidConfig
+from marlaas_jax.service.quotas import Quotas
+
+
+class ServiceConfig(Section):
+    """`marlaas serve service.yaml`."""
+
+    runtime: RuntimeConfig = RuntimeConfig()
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000  # 0: any free one, printed at the start
+    data_dir: str = "marlaas-data"  # jobs, checkpoints, logs, and the database unless `db` says otherwise
+    db: str | None = None  # sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME; None: SQLite in data_dir
+    max_running_jobs: Annotated[int, Field(ge=1, le=4096)] = 32  # of all tenants; others wait in the queue
+    drain_s: Annotated[float, Field(gt=0)] = 120.0  # for running steps to end and be saved after SIGTERM
+    quotas: Quotas = Quotas()  # of a tenant that has none of its own
+
+    @property
+    def db_url(self) -> str:
+        """The database's URL."""
+        return self.db or f"sqlite:///{(Path(self.data_dir) / 'marlaas.db').absolute()}"
+
+    def sized_runtime(self) -> RuntimeConfig:
+        """Returns the runtime with room for a few resident adapters where the file leaves that open; others page."""
+        bank = self.runtime.bank
+        filled = {
+            "num_sampler_slots": bank.num_sampler_slots or 1 + 2 * min(self.max_running_jobs, 16),
+            "num_learner_slots": bank.num_learner_slots or 1 + min(self.max_running_jobs, 16),
+        }
+        return self.runtime.model_copy(update={"bank": bank.model_copy(update=filled)})
+
+
+def check_fits(job: JobConfig, runtime: RuntimeConfig) -> None:
+    """Raises InvalidConfig unless the job fits the fixed sizes of the runtime."""
+    if job.lora.rank > runtime.bank.max_rank:
+        raise InvalidConfig(f"lora.rank={job.lora.rank}: this service's bank allows 1 to {runtime.bank.max_rank}")
+    if job.sampling.max_tokens >= runtime.engine.max_context:
+        raise InvalidConfig(
+            f"sampling.max_tokens={job.sampling.max_tokens}: must be below the service's context, {runtime.engine.max_context}"
+        )

@@ -1,0 +1,319 @@
+"""The service: jobs of many tenants under one controller that never ends by itself.
+
+The store is the truth about which jobs there are and in which of six states (queued, running, paused, succeeded, failed,
+cancelled); the controller is the truth about how far a running one is. A job enters the controller when admission gives it a
+place and leaves it when it ends or is paused; after a crash every job that the store calls running is taken up again from its
+last committed step. Everything here runs in the event loop; the store writes in a thread of its own.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from marlaas_jax.config import JobConfig
+from marlaas_jax.errors import InvalidRequest, MarlaasError, NotFound, QuotaExceeded
+from marlaas_jax.service.admission import Admission, QueuedJob, TenantState, reasons
+from marlaas_jax.service.config import ServiceConfig, check_fits
+from marlaas_jax.service.events import EventStream
+from marlaas_jax.service.files import check_upload, localized, write_upload
+from marlaas_jax.service.quotas import Load, Quotas, why_refused
+from marlaas_jax.store import jobs as job_table
+from marlaas_jax.store import tenants as tenant_table
+from marlaas_jax.store.engine import Store
+from marlaas_jax.store.jobs import JobRecord
+from marlaas_jax.store.tenants import Tenant
+from marlaas_jax.workers.controller import DEVICE_MODULE, Controller
+from marlaas_jax.workers.controller_jobs import Job
+from marlaas_jax.workers.controller_status import FAILED, PAUSED, JobStatus
+
+log = logging.getLogger(__name__)
+
+ADMIT_INTERVAL_S = 1.0
+LIVE = ("queued", "running", "paused")
+
+
+class Service:
+    """Make it, then run `serve` in an event loop; the other methods are for the API, in the same loop."""
+
+    def __init__(
+        self, config: ServiceConfig, store: Store, *, clock: Callable[[], float] = time.time, device_module: str = DEVICE_MODULE
+    ):
+        self.config = config
+        self.store = store
+        self.events = EventStream(store, clock)
+        self.data_dir = Path(config.data_dir).absolute()
+        self._clock = clock
+        self._records: dict[str, JobRecord] = {}  # of jobs that have not ended
+        self._tenants: dict[str, Tenant] = {}  # of those
+        self._admission = Admission()
+        self._wake = asyncio.Event()
+        self._is_draining = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.controller = Controller(
+            config.sized_runtime(),
+            self.data_dir,
+            on_event=self._on_event,
+            on_step=self._on_step,
+            on_over=self._on_over,
+            device_module=device_module,
+        )
+
+    async def serve(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Takes up what an earlier process left, calls `ready`, serves until `drain`. Raises UserError for a bad start."""
+        for record in await self.store.aread(job_table.live_jobs):
+            self._records[record.id] = record
+        for tenant in await self.store.aread(tenant_table.list_tenants):
+            self._tenants[tenant.id] = tenant
+
+        def started() -> None:
+            self.controller.start_device()
+            for record in self._records.values():
+                if record.state == "running":
+                    self._start(record)
+            self._spawn(self._admit_forever())
+            ready()
+
+        try:
+            await self.controller.serve(started)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self.events.close()
+
+    async def drain(self) -> None:
+        """Lets running steps end, commits them and ends `serve`; in the store these jobs still run: the next start goes on."""
+        self._is_draining = True
+        running = [job.name for job in self.controller.jobs.values() if job.is_live]
+        for name in running:
+            self.controller.pause(name)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_s):
+                while any(self.controller.jobs[name].is_live for name in running):
+                    await asyncio.sleep(0.05)
+        self.controller.end()
+
+    # ---- what a tenant asks for
+
+    async def submit(
+        self,
+        tenant: Tenant,
+        config: JobConfig,
+        *,
+        files: Mapping[str, bytes] = {},
+        priority: int = 0,
+        parent: str | None = None,
+        labels: Mapping[str, str] = {},
+    ) -> JobRecord:
+        """Queues a job and returns it. Raises InvalidConfig, InvalidRequest or QuotaExceeded; then nothing is left behind."""
+        check_fits(config, self.controller.runtime)
+        check_upload(files)
+        localized(config, files, Path("/"))
+        if refused := why_refused(self._quotas(tenant), self._load(tenant), jobs=1):
+            raise QuotaExceeded(refused)
+        if config.lora.init_from is not None:
+            await self._own_adapter(tenant, config.lora.init_from)
+        document = config.model_dump(mode="json")
+        record = await self.store.awrite(
+            job_table.create_job, tenant.id, name=config.name, config=document, steps=config.steps, now=self._clock(),
+            priority=priority, parent=parent, labels=labels,
+        )  # fmt: skip
+        try:
+            await asyncio.to_thread(write_upload, self.folder(record.id) / "files", files)
+        except MarlaasError:
+            await self.store.awrite(
+                job_table.move_job, record.id, "failed", tenant_id=None, allowed_from=LIVE, now=self._clock(),
+                reason="its files could not be written",
+            )  # fmt: skip
+            raise
+        self._tenants[tenant.id] = tenant
+        self._records[record.id] = record
+        self.events.add("job_queued", record, {})
+        self._wake.set()
+        return record
+
+    async def job(self, tenant: Tenant, job_id: str) -> JobRecord:
+        """Returns a job of the tenant. Raises NotFound, also for another tenant's."""
+        record = self._records.get(job_id)
+        if record is not None and (tenant.is_admin or record.tenant_id == tenant.id):
+            return record
+        return await self.store.aread(job_table.get_job, job_id, tenant_id=self._scope(tenant))
+
+    async def pause(self, tenant: Tenant, job_id: str) -> JobRecord:
+        """Pauses a queued or running job; a running one first trains and commits what it has begun."""
+        record = await self.job(tenant, job_id)
+        if record.state == "running":
+            self.controller.pause(job_id)
+            return await self.job(tenant, job_id)
+        return await self._move(record, "paused", ("queued",))
+
+    async def resume(self, tenant: Tenant, job_id: str) -> JobRecord:
+        """Puts a paused job back into the queue."""
+        return await self._move(await self.job(tenant, job_id), "queued", ("paused",))
+
+    async def cancel(self, tenant: Tenant, job_id: str) -> JobRecord:
+        """Ends a job for good; what it trained stays."""
+        record = await self._move(await self.job(tenant, job_id), "cancelled", LIVE)
+        if (job := self.controller.jobs.get(job_id)) is not None and not job.is_over:
+            self.controller.cancel(job_id, "cancelled by its owner")
+        return record
+
+    async def delete(self, tenant: Tenant, job_id: str) -> None:
+        """Deletes an ended job and all its files."""
+        record = await self.job(tenant, job_id)
+        await self.store.awrite(job_table.delete_job, record.id, tenant_id=self._scope(tenant))
+        await asyncio.to_thread(shutil.rmtree, self.folder(record.id), ignore_errors=True)
+
+    def status(self, job_id: str) -> JobStatus | None:
+        """Returns how a job in the controller stands, None for one that is not there."""
+        return self.controller.job_status(job_id)
+
+    def why(self, record: JobRecord) -> str:
+        """Returns in one line what a job waits for."""
+        if (status := self.status(record.id)) is not None and status.waits_for:
+            return status.waits_for
+        if record.state != "queued":
+            return record.reason
+        return self._why_queued().get(record.id, "") or "a place is free: it starts within a second"
+
+    def folder(self, job_id: str) -> Path:
+        """Returns where a job's files are."""
+        return self.data_dir / "jobs" / job_id
+
+    # ---- admission
+
+    async def _admit_forever(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), ADMIT_INTERVAL_S)
+            self._wake.clear()
+            if self._is_draining:
+                return
+            for queued in self._admission.choose(self._queued(), self._tenant_states(), self._free_places()):
+                record = await self._move(self._records[queued.id], "running", ("queued",))
+                self._start(record)
+
+    def _start(self, record: JobRecord) -> None:
+        """Gives a job to the controller: new, or going on from its last committed step."""
+        job = self.controller.jobs.get(record.id)
+        if job is not None and job.state == PAUSED:
+            self.controller.unpause(record.id)
+            return
+        folder = self.folder(record.id)
+        try:
+            config = JobConfig.model_validate(record.config)
+            names = {str(path.relative_to(folder / "files")): None for path in (folder / "files").rglob("*") if path.is_file()}
+            changes: dict[str, Any] = {"name": record.id}
+            if config.lora.init_from is not None:
+                changes["lora"] = config.lora.model_copy(update={"init_from": self._adapter_path(config.lora.init_from)})
+            config = localized(config, names, folder / "files").model_copy(update=changes)
+            self.controller.add(config, folder, resume=(folder / "state.json").is_file())
+        except (MarlaasError, ValueError) as error:
+            self._spawn(self._end(record, "failed", f"it cannot be started: {error}"))
+
+    def _queued(self) -> list[QueuedJob]:
+        return [
+            QueuedJob(record.id, record.tenant_id, record.created, record.priority)
+            for record in self._records.values()
+            if record.state == "queued"
+        ]
+
+    def _tenant_states(self) -> dict[str, TenantState]:
+        return {
+            tenant.id: TenantState(self._quotas(tenant), self._load(tenant), tenant.weight) for tenant in self._tenants.values()
+        }
+
+    def _free_places(self) -> int:
+        return self.config.max_running_jobs - sum(record.state == "running" for record in self._records.values())
+
+    def _why_queued(self) -> dict[str, str]:
+        return reasons(self._queued(), self._tenant_states(), self._free_places())
+
+    def _quotas(self, tenant: Tenant) -> Quotas:
+        return self.config.quotas.model_copy(update=tenant.quotas)
+
+    def _load(self, tenant: Tenant) -> Load:
+        states = Counter(record.state for record in self._records.values() if record.tenant_id == tenant.id)
+        return Load(running_jobs=states["running"], queued_jobs=states["queued"], resident_adapters=states["running"])
+
+    # ---- what the controller tells
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        record = self._records.get(event.get("job", ""))
+        data = {name: value for name, value in event.items() if name not in ("time", "kind", "job")}
+        self.events.add(event["kind"], record, data)
+
+    def _on_step(self, job: Job, metrics: dict[str, Any]) -> None:
+        record = self._records[job.name]
+        self.events.add("step", record, {name: metrics.get(name) for name in ("step", "rollout/reward_mean", "version")})
+        self._spawn(self._update(record.id, step=job.step))
+
+    def _on_over(self, job: Job) -> None:
+        record = self._records.get(job.name)
+        if record is None or record.state != "running":
+            return  # cancelled: the store knows
+        if job.state == PAUSED:
+            if not self._is_draining:
+                self._spawn(self._move(record, "paused", ("running",)))
+            return
+        reason = f"{job.kind}: {job.reason}" if job.state == FAILED else ""
+        self._spawn(self._end(record, job.state, reason))
+
+    # ---- the store
+
+    async def _end(self, record: JobRecord, state: str, reason: str) -> None:
+        await self._move(record, state, ("running",), reason)
+
+    async def _move(self, record: JobRecord, state: str, allowed_from: tuple[str, ...], reason: str = "") -> JobRecord:
+        """Changes a job's state, in the store first."""
+        moved = await self.store.awrite(
+            job_table.move_job, record.id, state, tenant_id=None, allowed_from=allowed_from, now=self._clock(), reason=reason
+        )
+        if state in LIVE:
+            self._records[record.id] = moved
+        else:
+            self._records.pop(record.id, None)
+            if (job := self.controller.jobs.get(record.id)) is not None and job.is_over:
+                self.controller.forget(record.id)
+        self.events.add(f"job_{state}", moved, {"reason": reason} if reason else {})
+        self._wake.set()
+        return moved
+
+    async def _update(self, job_id: str, **changes: Any) -> None:
+        await self.store.awrite(job_table.update_job, job_id, now=self._clock(), **changes)
+        if job_id in self._records:
+            self._records[job_id] = await self.store.aread(job_table.get_job, job_id, tenant_id=None)
+
+    async def _own_adapter(self, tenant: Tenant, source: str) -> None:
+        """Raises NotFound unless `source`, "JOB_ID" or "JOB_ID@STEP", names a job of the tenant."""
+        match = re.fullmatch(r"(job_[0-9A-Za-z]+)(@\d+)?", source)
+        if match is None:
+            raise InvalidRequest(f"lora.init_from={source[:80]!r}: must read JOB_ID or JOB_ID@STEP, of a job of yours")
+        try:
+            await self.job(tenant, match[1])
+        except NotFound:
+            raise NotFound(f"lora.init_from={source!r}: no such job") from None
+
+    def _adapter_path(self, source: str) -> str:
+        return str(self.data_dir / source)  # device.initial reads RUN_DIR/JOB[@STEP], RUN_DIR/jobs/JOB being the job's folder
+
+    @staticmethod
+    def _scope(tenant: Tenant) -> str | None:
+        return None if tenant.is_admin else tenant.id
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work failed", exc_info=error)

@@ -1,0 +1,160 @@
+"""The service's jobs from queue to end, with real workers, a fake device and a store on disk."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from marlaas_jax.config import JobConfig, validate
+from marlaas_jax.errors import InvalidConfig, InvalidRequest, NotFound, QuotaExceeded
+from marlaas_jax.service.config import ServiceConfig
+from marlaas_jax.service.service import Service
+from marlaas_jax.store import tenants
+from marlaas_jax.store.engine import Store
+from tests.workers.test_controller import REWARDS, environment, job, steps_of, tickets_of  # noqa: F401
+
+pytestmark = pytest.mark.multiprocess
+FILES = {"rewards.py": REWARDS.encode()}
+
+
+def config(tmp_path, **changes):
+    return validate(ServiceConfig, {"runtime": {"model": "tiny"}, "data_dir": str(tmp_path / "data"), "port": 0} | changes)
+
+
+def of(name, **changes):
+    return validate(JobConfig, job(name, "rewards.py:good", **changes))
+
+
+@contextlib.asynccontextmanager
+async def serving(settings):
+    """A service that serves, with two tenants; drained at the end."""
+    with Store.open(settings.db_url) as store:
+        service = Service(settings, store, device_module="tests.workers.fakes")
+        ready = asyncio.Event()
+        task = asyncio.create_task(service.serve(ready.set))
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        try:
+            yield service
+        finally:
+            await service.drain()
+            await asyncio.wait_for(task, 60)
+
+
+async def tenant(service, name, **changes):
+    with contextlib.suppress(NotFound):
+        return await service.store.aread(tenants.get_tenant, name)
+    return await service.store.awrite(tenants.create_tenant, name, now=1.0, **changes)
+
+
+async def until(service, owner, job_id, *states, timeout_s=60):
+    async with asyncio.timeout(timeout_s):
+        while (record := await service.job(owner, job_id)).state not in states:
+            await asyncio.sleep(0.02)
+    return record
+
+
+def test_jobs_of_two_tenants_run_and_stay_their_own(tmp_path):
+    async def story():
+        async with serving(config(tmp_path)) as service:
+            ann, bob = await tenant(service, "ann"), await tenant(service, "bob")
+            first = await service.submit(ann, of("first"), files=FILES)
+            second = await service.submit(bob, of("second"), files=FILES)
+            with pytest.raises(NotFound):
+                await service.job(bob, first.id)
+            for action in (service.pause, service.resume, service.cancel, service.delete):
+                with pytest.raises(NotFound):
+                    await action(bob, first.id)
+            done = await until(service, ann, first.id, "succeeded", "failed")
+            assert (done.state, done.step, done.reason) == ("succeeded", 4, "")
+            assert (await until(service, bob, second.id, "succeeded", "failed")).state == "succeeded"
+            seen = [event async for event in until_ended(service.events.listen(tenant_id=ann.id, after=0))]
+            kinds = [event.kind for event in seen]
+            assert kinds[0] == "job_queued" and kinds[-1] == "job_succeeded" and kinds.count("step") == 4
+            assert {event.job_id for event in seen} == {first.id}
+            await service.delete(ann, first.id)
+            with pytest.raises(NotFound):
+                await service.job(ann, first.id)
+            assert not service.folder(first.id).exists() and service.folder(second.id).exists()
+
+    asyncio.run(story())
+
+
+async def until_ended(stream):
+    async for event in stream:
+        yield event
+        if event.kind in ("job_succeeded", "job_failed", "job_cancelled"):
+            return
+
+
+def test_what_cannot_be_served_is_refused_and_leaves_nothing(tmp_path):
+    async def story():
+        async with serving(config(tmp_path, quotas={"max_queued_jobs": 1, "max_running_jobs": 0})) as service:
+            ann = await tenant(service, "ann")
+            with pytest.raises(InvalidConfig, match=r"lora\.rank=64"):
+                await service.submit(ann, of("a", lora={"rank": 64}), files=FILES)
+            with pytest.raises(InvalidRequest, match=r"rewards\.py"):
+                await service.submit(ann, of("a"))
+            with pytest.raises(InvalidRequest, match=r"without '\.\.'"):
+                await service.submit(ann, of("a"), files={"../rewards.py": b""})
+            with pytest.raises(InvalidRequest, match="JOB_ID"):
+                await service.submit(ann, of("a", lora={"init_from": "/etc"}), files=FILES)
+            with pytest.raises(NotFound, match="no such job"):
+                await service.submit(ann, of("a", lora={"init_from": "job_0123456789012345678901"}), files=FILES)
+            queued = await service.submit(ann, of("a"), files=FILES)
+            with pytest.raises(QuotaExceeded, match="max_queued_jobs=1"):
+                await service.submit(ann, of("b"), files=FILES)
+            assert "max_running_jobs=0" in service.why(await service.job(ann, queued.id))
+            cancelled = await service.cancel(ann, queued.id)
+            assert cancelled.state == "cancelled"
+            with pytest.raises(InvalidRequest, match="cancelled"):
+                await service.resume(ann, queued.id)
+
+    asyncio.run(story())
+
+
+def test_jobs_wait_for_a_place_and_pause_and_go_on(tmp_path):
+    async def story():
+        async with serving(config(tmp_path, max_running_jobs=1)) as service:
+            ann = await tenant(service, "ann")
+            long = await service.submit(ann, of("long", steps=40), files=FILES)
+            short = await service.submit(ann, of("short", steps=2), files=FILES)
+            await until(service, ann, long.id, "running")
+            assert "places" in service.why(await service.job(ann, short.id))
+            while (await service.job(ann, long.id)).step < 2:
+                await asyncio.sleep(0.02)
+            await service.pause(ann, long.id)
+            await until(service, ann, long.id, "paused")
+            assert (await until(service, ann, short.id, "succeeded", "failed")).state == "succeeded"
+            await service.resume(ann, long.id)
+            assert (await until(service, ann, long.id, "succeeded", "failed")).step == 40
+            return long.id
+
+    job_id = asyncio.run(story())
+    assert steps_of(tmp_path / "data", job_id) == list(range(1, 41))
+    assert tickets_of(tmp_path / "data", job_id) == list(range(80))
+
+
+def test_a_drained_service_goes_on_with_what_ran_and_what_waited(tmp_path):
+    async def first():
+        async with serving(config(tmp_path, max_running_jobs=1)) as service:
+            ann = await tenant(service, "ann")
+            running = await service.submit(ann, of("running", steps=30), files=FILES)
+            queued = await service.submit(ann, of("queued", steps=2), files=FILES)
+            while (await service.job(ann, running.id)).step < 3:
+                await asyncio.sleep(0.02)
+        return running.id, queued.id
+
+    async def second(running, queued):
+        async with serving(config(tmp_path, max_running_jobs=1)) as service:
+            ann = await tenant(service, "ann")
+            assert (await service.job(ann, queued)).state == "queued"
+            assert (await until(service, ann, running, "succeeded", "failed")).step == 30
+            assert (await until(service, ann, queued, "succeeded", "failed")).step == 2
+
+    running, queued = asyncio.run(first())
+    asyncio.run(second(running, queued))
+    assert steps_of(tmp_path / "data", running) == list(range(1, 31))
+    assert tickets_of(tmp_path / "data", running) == list(range(60))

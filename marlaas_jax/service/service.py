@@ -8,6 +8,7 @@ last committed step. Everything here runs in the event loop; the store writes in
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import re
 import shutil
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from marlaas_jax.config import JobConfig
+from marlaas_jax.config import JobConfig, validate
 from marlaas_jax.errors import InvalidRequest, MarlaasError, NotFound, QuotaExceeded
 from marlaas_jax.service.admission import Admission, QueuedJob, TenantState, reasons
 from marlaas_jax.service.config import ServiceConfig, check_fits
@@ -27,7 +28,7 @@ from marlaas_jax.service.quotas import Load, Quotas, why_refused
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store import tenants as tenant_table
 from marlaas_jax.store.engine import Store
-from marlaas_jax.store.jobs import JobRecord
+from marlaas_jax.store.jobs import JobRecord, JobState
 from marlaas_jax.store.tenants import Tenant
 from marlaas_jax.workers.controller import DEVICE_MODULE, Controller
 from marlaas_jax.workers.controller_jobs import Job
@@ -36,7 +37,6 @@ from marlaas_jax.workers.controller_status import FAILED, PAUSED, JobStatus
 log = logging.getLogger(__name__)
 
 ADMIT_INTERVAL_S = 1.0
-LIVE = ("queued", "running", "paused")
 
 
 class Service:
@@ -129,7 +129,7 @@ class Service:
             await asyncio.to_thread(write_upload, self.folder(record.id) / "files", files)
         except MarlaasError:
             await self.store.awrite(
-                job_table.move_job, record.id, "failed", tenant_id=None, allowed_from=LIVE, now=self._clock(),
+                job_table.move_job, record.id, "failed", tenant_id=None, allowed_from=job_table.LIVE, now=self._clock(),
                 reason="its files could not be written",
             )  # fmt: skip
             raise
@@ -160,7 +160,7 @@ class Service:
 
     async def cancel(self, tenant: Tenant, job_id: str) -> JobRecord:
         """Ends a job for good; what it trained stays."""
-        record = await self._move(await self.job(tenant, job_id), "cancelled", LIVE)
+        record = await self._move(await self.job(tenant, job_id), "cancelled", job_table.LIVE)
         if (job := self.controller.jobs.get(job_id)) is not None and not job.is_over:
             self.controller.cancel(job_id, "cancelled by its owner")
         return record
@@ -216,7 +216,7 @@ class Service:
             config = localized(config, names, folder / "files").model_copy(update=changes)
             self.controller.add(config, folder, resume=(folder / "state.json").is_file())
         except (MarlaasError, ValueError) as error:
-            self._spawn(self._end(record, "failed", f"it cannot be started: {error}"))
+            self._spawn(self._move(record, "failed", ("running",), f"it cannot be started: {error}"))
 
     def _queued(self) -> list[QueuedJob]:
         return [
@@ -237,7 +237,7 @@ class Service:
         return reasons(self._queued(), self._tenant_states(), self._free_places())
 
     def _quotas(self, tenant: Tenant) -> Quotas:
-        return self.config.quotas.model_copy(update=tenant.quotas)
+        return validate(Quotas, self.config.quotas.model_dump() | tenant.quotas)
 
     def _load(self, tenant: Tenant) -> Load:
         states = Counter(record.state for record in self._records.values() if record.tenant_id == tenant.id)
@@ -253,7 +253,8 @@ class Service:
     def _on_step(self, job: Job, metrics: dict[str, Any]) -> None:
         record = self._records[job.name]
         self.events.add("step", record, {name: metrics.get(name) for name in ("step", "rollout/reward_mean", "version")})
-        self._spawn(self._update(record.id, step=job.step))
+        self._records[record.id] = dataclasses.replace(record, step=job.step, updated=self._clock())
+        self._spawn(self.store.awrite(job_table.update_job, record.id, now=self._clock(), step=job.step))
 
     def _on_over(self, job: Job) -> None:
         record = self._records.get(job.name)
@@ -263,20 +264,21 @@ class Service:
             if not self._is_draining:
                 self._spawn(self._move(record, "paused", ("running",)))
             return
-        reason = f"{job.kind}: {job.reason}" if job.state == FAILED else ""
-        self._spawn(self._end(record, job.state, reason))
+        if job.state == FAILED:
+            self._spawn(self._move(record, "failed", ("running",), f"{job.kind}: {job.reason}"))
+        else:
+            self._spawn(self._move(record, "succeeded", ("running",)))
 
     # ---- the store
 
-    async def _end(self, record: JobRecord, state: str, reason: str) -> None:
-        await self._move(record, state, ("running",), reason)
-
-    async def _move(self, record: JobRecord, state: str, allowed_from: tuple[str, ...], reason: str = "") -> JobRecord:
+    async def _move(
+        self, record: JobRecord, state: JobState, allowed_from: tuple[JobState, ...], reason: str = ""
+    ) -> JobRecord:
         """Changes a job's state, in the store first."""
         moved = await self.store.awrite(
             job_table.move_job, record.id, state, tenant_id=None, allowed_from=allowed_from, now=self._clock(), reason=reason
         )
-        if state in LIVE:
+        if state in job_table.LIVE:
             self._records[record.id] = moved
         else:
             self._records.pop(record.id, None)
@@ -285,11 +287,6 @@ class Service:
         self.events.add(f"job_{state}", moved, {"reason": reason} if reason else {})
         self._wake.set()
         return moved
-
-    async def _update(self, job_id: str, **changes: Any) -> None:
-        await self.store.awrite(job_table.update_job, job_id, now=self._clock(), **changes)
-        if job_id in self._records:
-            self._records[job_id] = await self.store.aread(job_table.get_job, job_id, tenant_id=None)
 
     async def _own_adapter(self, tenant: Tenant, source: str) -> None:
         """Raises NotFound unless `source`, "JOB_ID" or "JOB_ID@STEP", names a job of the tenant."""

@@ -416,4 +416,4 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
             target = target[part]
             if not isinstance(target, dict):
                 raise InvalidConfig(f"{where}: {short(part)} holds {short(target)}, which has no keys")
-        target[parts[-1]] = value
+        target[parts[-1]] = plain(value)  # a copy each: the next override may change one of them

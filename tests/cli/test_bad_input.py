@@ -150,6 +150,8 @@ def test_settings_of_jobs_that_share_a_section_are_their_own(tmp_path):
     config = load_run([file], ["jobs.a.rollout.group_size=2", "jobs.a.env_args.x.y=5"])
     assert [job.rollout.group_size for job in config.jobs] == [2, 4, 4]
     assert [job.env_args for job in config.jobs] == [{"x": {"y": 5}}, {"x": {"y": 1}}, {}]
+    config = load_run([file], ["jobs.*.env_args={x: {y: 2}}", "jobs.c.env_args.x.y=7"])
+    assert [job.env_args["x"]["y"] for job in config.jobs] == [2, 2, 7]
 
 
 @pytest.mark.parametrize(

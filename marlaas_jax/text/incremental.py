@@ -69,9 +69,10 @@ class IncrementalText:
             self._text = self._text[: min(found)]
             self.stopped = True
 
-    def _commit(self, read: int) -> None:
+    def _commit(self, read: int, num_left: int = 0) -> None:
+        """Moves on to `read`; of the text of all ids, the last `num_left` characters are not taken."""
         self._context, self._read = self._read, read
-        self._taken = len(self._decode(self._context, self._read))
+        self._taken = len(self._decode(self._context, len(self._ids))) - num_left
 
     def _commit_broken(self, window: str) -> None:
         """Takes over all but the last tokens of a long run of bytes that are no text: they cannot become whole any more."""
@@ -82,7 +83,7 @@ class IncrementalText:
             left = self._decode(self._context, cut)
             if left + self._decode(cut, len(self._ids)) == window:
                 self._append(left)
-                self._commit(cut)
+                self._commit(cut, len(window) - self._taken)
                 return
 
     def _held(self) -> int:

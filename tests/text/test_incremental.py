@@ -42,6 +42,13 @@ def test_any_ids_give_the_text_of_decoding_at_once(small, data):
     assert _feed(tokenizer, ids)[1].text == tokenizer.decode(ids)
 
 
+def test_what_stands_between_broken_bytes_is_shown_once(small):
+    """Found by the test above: ids that show nothing, then a token with text between two broken bytes."""
+    tokenizer = small["smollm"]
+    ids = [97, 0, 0, 0, 0, 0, 0, 448]
+    assert _feed(tokenizer, ids)[1].text == tokenizer.decode(ids)
+
+
 def test_a_long_run_of_broken_bytes_does_not_wait_for_its_end(small):
     tokenizer = small["smollm"]
     [broken] = [i for i in range(tokenizer.vocab_size) if tokenizer.backend.id_to_token(i) == "\u0122"][:1]  # byte 0x80

@@ -28,7 +28,8 @@ def reward(prompt, completion, item):
 """
 
 RUN = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from pathlib import Path
 from marlaas_jax.cli import signals
 from marlaas_jax.config import load_run
@@ -45,8 +46,7 @@ def running(tmp_path):
     config = make(job("a", f"{tmp_path}/rewards.py:reward", steps=1000))
     path = tmp_path / "jobs.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    heed_sigint = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    process = subprocess.Popen([sys.executable, "-c", RUN, path, tmp_path / "run"], cwd=ROOT, preexec_fn=heed_sigint)
+    process = subprocess.Popen([sys.executable, "-c", RUN, path, tmp_path / "run"], cwd=ROOT)
     try:
         deadline = time.monotonic() + 60
         while len(steps_of(tmp_path / "run", "a")) < 2:

@@ -5,7 +5,7 @@ file < `--set runtime.engine.num_decode_slots=64`. Cores never see these classes
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,8 @@ from pydantic import Field
 
 from marlaas_jax.errors import InvalidConfig, NotFound
 
+JOB_ID = re.compile(r"job_[0-9A-Za-z]{22}(@\d+)?")  # of a service, with or without a step
+MAX_SHOWN = 200  # characters of a wrong value in a sentence
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -229,9 +231,19 @@ class RunConfig(Section):
 
 def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the run described by job files, with `--set` overrides. Raises InvalidConfig or NotFound, one sentence."""
+    return validate(RunConfig, _merged(paths, overrides))
+
+
+def load_jobs(path: Path, overrides: Sequence[str] = ()) -> list[JobConfig]:
+    """Returns the jobs of a file for a service, which has a runtime of its own. Raises InvalidConfig or NotFound."""
+    return [validate(JobConfig, job) for job in _merged([path], overrides)["jobs"]]
+
+
+def _merged(paths: list[Path], overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns what the files hold together, paths absolute."""
     merged: dict[str, Any] = {"jobs": []}
     for path in paths:
-        document = _read_yaml(path)
+        document = read_yaml(path)
         jobs = document.pop("jobs", None)
         runtime = document.pop("runtime", None)
         if jobs is None:
@@ -240,7 +252,7 @@ def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
             raise InvalidConfig(f"{path}: unknown key {sorted(map(str, document))[0]!r} beside `jobs`; allowed: runtime, jobs")
         if not isinstance(jobs, list):
             raise InvalidConfig(f"{path}: jobs={jobs!r} must be a list of jobs")
-        _resolve_paths(jobs, runtime, path.parent)
+        resolve_paths(jobs, runtime, path.parent)
         merged["jobs"] += jobs
         if runtime is not None:
             if merged.get("runtime", runtime) != runtime:
@@ -249,13 +261,13 @@ def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply_override(merged, override)
     if overrides:
-        _resolve_paths(merged["jobs"], merged.get("runtime"), Path.cwd())  # those of job files are absolute by now
-    return validate(RunConfig, merged)
+        resolve_paths(merged["jobs"], merged.get("runtime"), Path.cwd())  # those of job files are absolute by now
+    return merged
 
 
 def load_runtime(path: Path) -> RuntimeConfig:
     """Returns the runtime in a file."""
-    return validate(RuntimeConfig, _read_yaml(path))
+    return validate(RuntimeConfig, read_yaml(path))
 
 
 def validate(model: type[pydantic.BaseModel], document: Any) -> Any:
@@ -263,19 +275,22 @@ def validate(model: type[pydantic.BaseModel], document: Any) -> Any:
     try:
         return model.model_validate(document)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            raise InvalidConfig(
-                f"{field}: unknown key; allowed here: {', '.join(_allowed_keys(model, first['loc']))}"
-            ) from None
-        if first["type"] == "missing":
-            raise InvalidConfig(f"{field}: missing; it must be given") from None
-        if first["type"] == "value_error":
-            prefix = "" if "=" in message.split(":")[0] else f"{field}={first['input']!r}: "
-            raise InvalidConfig(prefix + message) from None
-        raise InvalidConfig(f"{field}={first['input']!r}: {message[0].lower() + message[1:]}") from None
+        raise InvalidConfig(explain(model, error.errors()[0])) from None
+
+
+def explain(model: type[pydantic.BaseModel], problem: Mapping[str, Any]) -> str:
+    """Returns one of pydantic's errors of `model` as a sentence: the field, its value, what is allowed."""
+    field = ".".join(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    shown = repr(problem["input"])
+    value = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
+    if problem["type"] == "extra_forbidden":
+        return f"{field}: unknown key; allowed here: {', '.join(_allowed_keys(model, problem['loc']))}"
+    if problem["type"] == "missing":
+        return f"{field}: missing; it must be given"
+    if problem["type"] == "value_error":
+        return message if "=" in message.split(":")[0] else f"{field}={value}: {message}"
+    return f"{field}={value}: {message[0].lower() + message[1:]}"
 
 
 def _allowed_keys(model: type[pydantic.BaseModel], location: tuple) -> list[str]:
@@ -296,7 +311,8 @@ def _inner(annotation: Any) -> list[Any]:
     return found
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Returns the mapping in a file. Raises NotFound or InvalidConfig."""
     if not path.is_file():
         raise NotFound(f"{path}: no such job file")
     try:
@@ -308,7 +324,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return document
 
 
-def _resolve_paths(jobs: list[Any], runtime: Any, base: Path) -> None:
+def resolve_paths(jobs: list[Any], runtime: Any, base: Path) -> None:
     """Makes relative paths absolute, so that a run does not depend on the working directory it is resumed in."""
     for job in jobs:
         if isinstance(job, dict):
@@ -337,19 +353,13 @@ def _resolve_job_paths(job: dict[str, Any], base: Path) -> None:
             if (key == "path" or str(key).endswith("_path")) and isinstance(value, str) and (base / value).exists():
                 env_args[key] = str((base / value).resolve())
     lora = job.get("lora")
-    if isinstance(lora, dict) and isinstance(lora.get("init_from"), str):
+    if isinstance(lora, dict) and isinstance(lora.get("init_from"), str) and not JOB_ID.fullmatch(lora["init_from"]):
         lora["init_from"] = str((base / lora["init_from"]).absolute())
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
     """Sets one key in place: `runtime.A.B=VALUE`, `jobs.NAME.A=VALUE` or `jobs.*.A=VALUE`."""
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise InvalidConfig(f"--set {override!r}: must read KEY=VALUE, as in runtime.engine.num_decode_slots=64")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise InvalidConfig(f"--set {override!r}: {text!r} is not readable as YAML") from None
+    key, value = split_override(override)
     head, _, rest = key.partition(".")
     if head not in ("runtime", "jobs") or not rest:
         raise InvalidConfig(f"--set {override!r}: the key must start with `runtime.`, `jobs.*.` or `jobs.NAME.`")
@@ -366,10 +376,26 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
             targets = [max(named, key=lambda job: len(job["name"]))]
             parts = rest[len(targets[0]["name"]) + 1 :].split(".")
     for target in targets:
-        for part in parts[:-1]:
-            if target.get(part) is None:
-                target[part] = {}
-            target = target[part]
-            if not isinstance(target, dict):
-                raise InvalidConfig(f"--set {override!r}: {part!r} holds {target!r}, which has no keys")
-        target[parts[-1]] = value
+        set_key(target, parts, value, override)
+
+
+def split_override(override: str) -> tuple[str, Any]:
+    """Returns the key and the value of `KEY=VALUE`. Raises InvalidConfig."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise InvalidConfig(f"--set {override!r}: must read KEY=VALUE, as in runtime.engine.num_decode_slots=64")
+    try:
+        return key, yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise InvalidConfig(f"--set {override!r}: {text!r} is not readable as YAML") from None
+
+
+def set_key(target: dict[str, Any], parts: Sequence[str], value: Any, override: str) -> None:
+    """Sets a value inside nested mappings, in place. Raises InvalidConfig."""
+    for part in parts[:-1]:
+        if target.get(part) is None:
+            target[part] = {}
+        target = target[part]
+        if not isinstance(target, dict):
+            raise InvalidConfig(f"--set {override!r}: {part!r} holds {target!r}, which has no keys")
+    target[parts[-1]] = value

@@ -8,11 +8,9 @@ A job's stream ends with `event: end` once the job is over; one that ends withou
 A comment line every 15 s shows that the connection lives.
 """
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import asdict
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response, Security
@@ -83,14 +81,14 @@ class _Stream:
         scope = None if self._tenant.is_admin else self._tenant.id
         if after is None:
             after = await self._api.store.aread(last_seq)
-        source = self._api.service.events.listen(tenant_id=scope, job_id=self._job_id, after=after)
+        source = self._api.service.events.listen_or_idle(self._patience_s, tenant_id=scope, job_id=self._job_id, after=after)
         self._api.num_streams += 1
         try:
             yield f"id: {after}\n: open\n\n"  # one that is cut off before the first event knows where it was
-            async with contextlib.aclosing(_with_pauses(source, self._patience_s)) as events:
+            async with contextlib.aclosing(source) as events:
                 async for event in events:
                     if event is not None:
-                        yield _event(event)
+                        yield _text(self._api, event)
                     if event is not None and self._job_id is not None and event.kind in OVER:
                         break
                     if event is None or time.monotonic() - self._checked > HEARTBEAT_S:
@@ -126,30 +124,9 @@ class _Stream:
         return await self._api.keys.tenant(self._secret) is not None
 
 
-async def _with_pauses(
-    source: AsyncIterator[EventRecord], patience_s: Callable[[], float]
-) -> AsyncGenerator[EventRecord | None, None]:
-    """Yields what `source` does, and None whenever nothing came for `patience_s()` seconds."""
-    waiting: asyncio.Task[EventRecord] | None = None
-    try:
-        while True:
-            if waiting is None:
-                waiting = asyncio.ensure_future(anext(source))
-            done, _ = await asyncio.wait([waiting], timeout=patience_s())
-            if not done:
-                yield None
-                continue
-            try:
-                event = waiting.result()
-            except StopAsyncIteration:
-                return
-            waiting = None
-            yield event
-    finally:
-        if waiting is not None:
-            waiting.cancel()
-
-
-def _event(event: EventRecord) -> str:
-    shown = {name: value for name, value in asdict(event).items() if name != "tenant_id"}
-    return f"id: {event.seq}\nevent: {event.kind}\ndata: {to_json(shown)}\n\n"
+def _text(api: Api, event: EventRecord) -> str:
+    """Returns an event as it is sent; of the newest, which many streams send, it is made once."""
+    if api.last_sent is None or api.last_sent[0] is not event:
+        shown = {name: value for name, value in vars(event).items() if name != "tenant_id"}
+        api.last_sent = event, f"id: {event.seq}\nevent: {event.kind}\ndata: {to_json(shown)}\n\n"
+    return api.last_sent[1]

@@ -21,6 +21,7 @@ from marlaas_jax.service.api.lag import LagMeter
 from marlaas_jax.service.files import MAX_BYTES
 from marlaas_jax.service.quotas import RateLimiter
 from marlaas_jax.service.service import Service
+from marlaas_jax.store.events import EventRecord
 from marlaas_jax.store.tenants import Tenant
 
 MAX_JSON_BYTES = 1 << 20
@@ -41,6 +42,7 @@ class Api:
         self.limiter = RateLimiter()
         self.lag = LagMeter()
         self.num_streams = 0
+        self.last_sent: tuple[EventRecord, str] | None = None  # the newest event, and how streams send it
         self._receiving: Counter[str] = Counter()  # by tenant
 
     async def admit(self, request: Request) -> Tenant:

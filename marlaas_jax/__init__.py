@@ -12,4 +12,24 @@ Axis letters (capitals are logical dims, never sharding; mesh axes are lower-cas
 Arrays end in their dims: ``logits_BTV``. ``logprobs`` are natural logarithms. Importing this package loads no JAX.
 """
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from marlaas_jax.client.asynchronous import AsyncClient
+    from marlaas_jax.client.blocking import Client
+
+__all__ = ["AsyncClient", "Client"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Returns a client class; imported only where one is used."""
+    if name == "AsyncClient":
+        from marlaas_jax.client.asynchronous import AsyncClient
+
+        return AsyncClient
+    if name == "Client":
+        from marlaas_jax.client.blocking import Client
+
+        return Client
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ file < `--set runtime.engine.num_decode_slots=64`. Cores never see these classes
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +17,7 @@ from marlaas_jax.documents import parse_yaml, path_fault, plain, read_yaml
 from marlaas_jax.errors import InvalidConfig, cut, short
 
 NAME_RULE = "use 1 to 64 letters, digits, dots, dashes and underscores, with a letter or digit first"
+JOB_ID = re.compile(r"job_[0-9A-Za-z]{22}(@\d+)?")  # of a service, with or without a step
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 # Limits keep whole numbers within the int32 and int64 of the arrays they end in, and numbers within float32's normal range.
 MAX_SEED = 2**63 - 1
@@ -269,6 +270,16 @@ class RunConfig(Section):
 
 def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the run described by job files, with `--set` overrides. Raises InvalidConfig or NotFound, one sentence."""
+    return validate(RunConfig, _merged(paths, overrides))
+
+
+def load_jobs(path: Path, overrides: Sequence[str] = ()) -> list[JobConfig]:
+    """Returns the jobs of a file for a service, which has a runtime of its own. Raises InvalidConfig or NotFound."""
+    return [validate(JobConfig, job) for job in _merged([path], overrides)["jobs"]]
+
+
+def _merged(paths: list[Path], overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns what the files hold together, paths absolute."""
     merged: dict[str, Any] = {"jobs": []}
     for path in paths:
         document = read_yaml(path)
@@ -280,7 +291,7 @@ def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
             raise InvalidConfig(f"{path}: unknown key {short(min(document))} beside `jobs`; allowed: runtime, jobs")
         if not isinstance(jobs, list):
             raise InvalidConfig(f"{path}: jobs={short(jobs)} must be a list of jobs")
-        _resolve_paths(jobs, runtime, path.parent)
+        resolve_paths(jobs, runtime, path.parent)
         merged["jobs"] += jobs
         if runtime is not None:
             if merged.get("runtime", runtime) != runtime:
@@ -289,8 +300,8 @@ def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply_override(merged, override)
     if overrides:
-        _resolve_paths(merged["jobs"], merged.get("runtime"), Path.cwd())  # those of job files are absolute by now
-    return validate(RunConfig, merged)
+        resolve_paths(merged["jobs"], merged.get("runtime"), Path.cwd())  # those of job files are absolute by now
+    return merged
 
 
 def load_runtime(path: Path) -> RuntimeConfig:
@@ -304,24 +315,25 @@ def validate(model: type[pydantic.BaseModel], document: Any) -> Any:
     try:
         return model.model_validate(document)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        field = cut(".".join(str(part) for part in first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        for limit in (first.get("ctx") or {}).values():
-            if isinstance(limit, float):  # pydantic writes 1e-30 with all its zeros
-                message = f"{message[: message.rindex(' ')]} {limit:g}"
-        if first["type"] == "extra_forbidden":
-            raise InvalidConfig(
-                f"{field}: unknown key; allowed here: {', '.join(_allowed_keys(model, first['loc']))}"
-            ) from None
-        if first["type"] == "missing":
-            raise InvalidConfig(f"{field}: missing; it must be given") from None
-        if first["type"] == "value_error":
-            prefix = "" if not field or "=" in message.split(":")[0] else f"{field}={short(first['input'])}: "
-            raise InvalidConfig(prefix + message) from None
-        if first["type"] == "string_pattern_mismatch":  # only of names
-            message = NAME_RULE
-        raise InvalidConfig(f"{field}={short(first['input'])}: {message[0].lower() + message[1:]}") from None
+        raise InvalidConfig(explain(model, error.errors()[0])) from None
+
+
+def explain(model: type[pydantic.BaseModel], problem: Mapping[str, Any]) -> str:
+    """Returns one of pydantic's errors of `model` as a sentence: the field, its value, what is allowed."""
+    field = cut(".".join(str(part) for part in problem["loc"]))
+    message = problem["msg"].removeprefix("Value error, ")
+    for limit in (problem.get("ctx") or {}).values():
+        if isinstance(limit, float):  # pydantic writes 1e-30 with all its zeros
+            message = f"{message[: message.rindex(' ')]} {limit:g}"
+    if problem["type"] == "extra_forbidden":
+        return f"{field}: unknown key; allowed here: {', '.join(_allowed_keys(model, problem['loc']))}"
+    if problem["type"] == "missing":
+        return f"{field}: missing; it must be given"
+    if problem["type"] == "value_error":
+        return message if not field or "=" in message.split(":")[0] else f"{field}={short(problem['input'])}: {message}"
+    if problem["type"] == "string_pattern_mismatch":  # only of names
+        message = NAME_RULE
+    return f"{field}={short(problem['input'])}: {message[0].lower() + message[1:]}"
 
 
 def _allowed_keys(model: type[pydantic.BaseModel], location: tuple) -> list[str]:
@@ -342,7 +354,7 @@ def _inner(annotation: Any) -> list[Any]:
     return found
 
 
-def _resolve_paths(jobs: list[Any], runtime: Any, base: Path) -> None:
+def resolve_paths(jobs: list[Any], runtime: Any, base: Path) -> None:
     """Makes relative paths absolute, so that a run does not depend on the working directory it is resumed in."""
     for job in jobs:
         if isinstance(job, dict):
@@ -371,7 +383,7 @@ def _resolve_job_paths(job: dict[str, Any], base: Path) -> None:
             if _names_a_path(key) and isinstance(value, str) and os.path.exists(base / value):
                 env_args[key] = _absolute(base, value)
     lora = job.get("lora")
-    if isinstance(lora, dict) and isinstance(lora.get("init_from"), str):
+    if isinstance(lora, dict) and isinstance(lora.get("init_from"), str) and not JOB_ID.fullmatch(lora["init_from"]):
         lora["init_from"] = str((base / lora["init_from"]).absolute())
 
 
@@ -389,11 +401,8 @@ def _absolute(base: Path, path: str) -> str:
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
     """Sets one key in place: `runtime.A.B=VALUE`, `jobs.NAME.A=VALUE` or `jobs.*.A=VALUE`."""
-    key, separator, text = override.partition("=")
+    key, value = split_override(override)
     where = f"--set {short(override)}"
-    if not separator or not key:
-        raise InvalidConfig(f"{where}: must read KEY=VALUE, as in runtime.engine.num_decode_slots=64")
-    value = parse_yaml(text, where)
     head, _, rest = key.partition(".")
     if head not in ("runtime", "jobs") or not rest:
         raise InvalidConfig(f"{where}: the key must start with `runtime.`, `jobs.*.` or `jobs.NAME.`")
@@ -410,10 +419,24 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
             targets = [max(named, key=lambda job: len(str(job["name"])))]
             parts = rest[len(str(targets[0]["name"])) + 1 :].split(".")
     for target in targets:
-        for part in parts[:-1]:
-            if target.get(part) is None:
-                target[part] = {}
-            target = target[part]
-            if not isinstance(target, dict):
-                raise InvalidConfig(f"{where}: {short(part)} holds {short(target)}, which has no keys")
-        target[parts[-1]] = plain(value)  # a copy each: the next override may change one of them
+        set_key(target, parts, value, where)
+
+
+def split_override(override: str) -> tuple[str, Any]:
+    """Returns the key and the value of `KEY=VALUE`. Raises InvalidConfig."""
+    key, separator, text = override.partition("=")
+    where = f"--set {short(override)}"
+    if not separator or not key:
+        raise InvalidConfig(f"{where}: must read KEY=VALUE, as in runtime.engine.num_decode_slots=64")
+    return key, parse_yaml(text, where)
+
+
+def set_key(target: dict[str, Any], parts: Sequence[str], value: Any, where: str) -> None:
+    """Sets a value inside nested mappings, in place; `where` begins the sentence of an InvalidConfig."""
+    for part in parts[:-1]:
+        if target.get(part) is None:
+            target[part] = {}
+        target = target[part]
+        if not isinstance(target, dict):
+            raise InvalidConfig(f"{where}: {short(part)} holds {short(target)}, which has no keys")
+    target[parts[-1]] = plain(value)  # a copy each: the next override may change one of them

@@ -8,6 +8,8 @@ MarlaasError
 |   +-- CorruptFile        a model, adapter or checkpoint file that cannot be read; names the path
 |   +-- StorageError       a disk that is full or not writable; names the path
 |   +-- QuotaExceeded      a tenant asks for more than it may use; says after how many seconds to try again, if that helps
+|   +-- NotAllowed         an API key that is missing, unknown, revoked or not an admin's
+|   +-- Unreachable        no service answers at the URL
 +-- JobFailure             ends one job and no other; carries the reason that its owner reads
 |   +-- WrongWeights       the sampler does not hold the weights that the learner published
 |   +-- NonFinite          too many non-finite gradients in a row
@@ -52,6 +54,14 @@ class QuotaExceeded(UserError):
     def __init__(self, message: str, retry_after_s: float | None = None):
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NotAllowed(UserError):
+    """The API key is missing, unknown or revoked, or what was asked for takes an admin's."""
+
+
+class Unreachable(UserError):
+    """No service answers at the URL."""
 
 
 class JobFailure(MarlaasError):

@@ -4,17 +4,16 @@ Exit codes: 0 all well; 1 a job failed; 2 the caller can mend it (one sentence o
 143 terminated.
 """
 
-import contextlib
 import json as jsonlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import marlaas_jax
-from marlaas_jax.errors import UserError
+from marlaas_jax.cli import service_commands
+from marlaas_jax.cli.options import Json, Set, one_sentence
 
 INTRO = """Trains many LoRA adapters at once on one language model, by reinforcement learning, each with its own task.
 
@@ -26,11 +25,6 @@ ADAPTER_HELP = "A PEFT folder, RUN_DIR/JOB, or RUN_DIR/JOB@STEP for the checkpoi
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=INTRO)
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks: ratios from interleaved runs in one process.")
 app.add_typer(bench_app, name="bench")
-
-Json = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON, one object per line.")]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a key: runtime.engine.num_decode_slots=64, jobs.NAME.steps=5.")
-]
 
 
 def _version(wanted: bool) -> None:
@@ -46,21 +40,6 @@ def options(
     ] = False,
 ) -> None:
     """What comes before a command."""
-
-
-@contextlib.contextmanager
-def one_sentence() -> Iterator[None]:
-    """Turns what the caller can mend into one sentence and exit code 2."""
-    try:
-        yield
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        if error.filename is None:
-            raise
-        typer.echo(f"error: {error.filename}: {error.strerror}", err=True)
-        raise typer.Exit(2) from None
 
 
 def is_terminal() -> bool:
@@ -197,6 +176,9 @@ def bench_run(quick: Annotated[bool, typer.Option(help="The tiny model, a few st
 
     with one_sentence():
         run.run(json=json, quick=quick)
+
+
+service_commands.register(app)
 
 
 def main() -> None:

@@ -1,12 +1,22 @@
 """The service file: one runtime, where the service listens, where it keeps things, what tenants may use."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from marlaas_jax.config import JobConfig, RuntimeConfig, Section
-from marlaas_jax.errors import InvalidConfig
+from marlaas_jax.config import (
+    JobConfig,
+    RuntimeConfig,
+    Section,
+    resolve_paths,
+    set_key,
+    split_override,
+    validate,
+)
+from marlaas_jax.documents import read_yaml
+from marlaas_jax.errors import InvalidConfig, short
 from marlaas_jax.service.quotas import Quotas
 
 
@@ -35,6 +45,19 @@ class ServiceConfig(Section):
             "num_learner_slots": bank.num_learner_slots or 1 + min(self.max_running_jobs, 16),
         }
         return self.runtime.model_copy(update={"bank": bank.model_copy(update=filled)})
+
+
+def load_service(path: Path | None, overrides: Sequence[str] = ()) -> ServiceConfig:
+    """Returns the service in a file (None: all defaults) with `--set` overrides. Raises InvalidConfig or NotFound."""
+    document = {} if path is None else read_yaml(path)
+    if path is not None:
+        resolve_paths([], document.get("runtime"), path.parent)
+    for override in overrides:
+        key, value = split_override(override)
+        set_key(document, key.split("."), value, f"--set {short(override)}")
+    if overrides:
+        resolve_paths([], document.get("runtime"), Path.cwd())
+    return validate(ServiceConfig, document)
 
 
 def check_fits(job: JobConfig, runtime: RuntimeConfig) -> None:

@@ -1,7 +1,6 @@
 """What a tenant uploads with a job, and where a job's paths may point: into its own upload, and nowhere else."""
 
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
@@ -21,22 +20,41 @@ def check_upload(files: Mapping[str, bytes]) -> None:
         raise InvalidRequest(f"files: {total} bytes are too many; at most {MAX_BYTES} are allowed")
     for name in files:
         parts = PurePosixPath(name).parts
-        is_plain = parts and name.isprintable() and "\\" not in name and len(name) <= 255
+        is_plain = parts and name.isprintable() and "\\" not in name and len(name.encode()) <= 255
         if not is_plain or PurePosixPath(name).is_absolute() or ".." in parts:
             raise InvalidRequest(f"files: name={name[:80]!r} must be a relative path without '..'")
+    places = {PurePosixPath(name) for name in files}
+    if len(places) < len(files):
+        raise InvalidRequest("files: two names mean the same path")
+    for place in places:
+        if not places.isdisjoint(place.parents):
+            raise InvalidRequest(f"files: name={str(place)[:80]!r} lies below another file")
 
 
 def write_upload(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes the files; what an attempt before left there goes first."""
+    """Writes the files into a new folder."""
     try:
-        if folder.exists():
-            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
         for name, content in files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written ({error.strerror or error})") from None
+
+
+def move_upload(folder: Path, job_folder: Path) -> None:
+    """Makes what was uploaded a job's own."""
+    try:
+        job_folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.rename(job_folder)
+    except OSError as error:
+        raise StorageError(f"{job_folder}: cannot be written ({error.strerror or error})") from None
+
+
+def read_upload(folder: Path) -> dict[str, bytes]:
+    """Returns the files of an upload by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def localized(config: JobConfig, names: Mapping[str, object], folder: Path) -> JobConfig:

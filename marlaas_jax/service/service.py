@@ -11,24 +11,27 @@ import contextlib
 import dataclasses
 import logging
 import re
+import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from marlaas_jax.config import JobConfig, validate
+import sqlalchemy as sa
+
+from marlaas_jax.config import JobConfig
 from marlaas_jax.errors import InvalidRequest, MarlaasError, NotFound, QuotaExceeded
 from marlaas_jax.service.admission import Admission, QueuedJob, TenantState, reasons
 from marlaas_jax.service.config import ServiceConfig, check_fits
 from marlaas_jax.service.events import EventStream
-from marlaas_jax.service.files import check_upload, localized, write_upload
+from marlaas_jax.service.files import check_upload, localized, move_upload, write_upload
 from marlaas_jax.service.quotas import Load, Quotas, why_refused
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store import tenants as tenant_table
 from marlaas_jax.store.engine import Store
-from marlaas_jax.store.jobs import JobRecord, JobState
+from marlaas_jax.store.jobs import LIVE, JobRecord, JobState
 from marlaas_jax.store.tenants import Tenant
 from marlaas_jax.workers.controller import DEVICE_MODULE, Controller
 from marlaas_jax.workers.controller_jobs import Job
@@ -37,6 +40,7 @@ from marlaas_jax.workers.controller_status import FAILED, PAUSED, JobStatus
 log = logging.getLogger(__name__)
 
 ADMIT_INTERVAL_S = 1.0
+TOLD_BY_STORE = ("job_succeeded", "job_failed", "job_cancelled", "job_paused")  # once that state is durable
 
 
 class Service:
@@ -55,6 +59,8 @@ class Service:
         self._admission = Admission()
         self._wake = asyncio.Event()
         self._is_draining = False
+        self._submitting: Counter[str] = Counter()  # jobs of a tenant that are about to be queued
+        self._uploads = self.data_dir / "uploads"  # until their job is in the store
         self._tasks: set[asyncio.Task[Any]] = set()
         self.controller = Controller(
             config.sized_runtime(),
@@ -67,6 +73,7 @@ class Service:
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> None:
         """Takes up what an earlier process left, calls `ready`, serves until `drain`. Raises UserError for a bad start."""
+        await asyncio.to_thread(shutil.rmtree, self._uploads, ignore_errors=True)
         for record in await self.store.aread(job_table.live_jobs):
             self._records[record.id] = record
         for tenant in await self.store.aread(tenant_table.list_tenants):
@@ -111,32 +118,65 @@ class Service:
         priority: int = 0,
         parent: str | None = None,
         labels: Mapping[str, str] = {},
+        also: Callable[[sa.Connection, JobRecord], object] = lambda connection, record: None,
     ) -> JobRecord:
-        """Queues a job and returns it. Raises InvalidConfig, InvalidRequest or QuotaExceeded; then nothing is left behind."""
+        """Queues a job and returns it. Raises InvalidConfig, InvalidRequest or QuotaExceeded; then nothing is left behind.
+
+        `also` runs in the transaction that adds the job to the store.
+        """
         check_fits(config, self.controller.runtime)
         check_upload(files)
         localized(config, files, Path("/"))
-        if refused := why_refused(self._quotas(tenant), self._load(tenant), jobs=1):
+        if refused := why_refused(self.quotas_of(tenant), self._load(tenant), jobs=1):
             raise QuotaExceeded(refused)
-        if config.lora.init_from is not None:
-            await self._own_adapter(tenant, config.lora.init_from)
-        document = config.model_dump(mode="json")
-        record = await self.store.awrite(
-            job_table.create_job, tenant.id, name=config.name, config=document, steps=config.steps, now=self._clock(),
-            priority=priority, parent=parent, labels=labels,
-        )  # fmt: skip
+        self._submitting[tenant.id] += 1
         try:
-            await asyncio.to_thread(write_upload, self.folder(record.id) / "files", files)
-        except MarlaasError:
-            await self.store.awrite(
-                job_table.move_job, record.id, "failed", tenant_id=None, allowed_from=job_table.LIVE, now=self._clock(),
-                reason="its files could not be written",
-            )  # fmt: skip
-            raise
+            record = await self._add(tenant, config, files, priority, parent, labels, also)
+        finally:
+            self._submitting[tenant.id] -= 1
         self._tenants[tenant.id] = tenant
         self._records[record.id] = record
         self.events.add("job_queued", record, {})
         self._wake.set()
+        return record
+
+    async def _add(
+        self,
+        tenant: Tenant,
+        config: JobConfig,
+        files: Mapping[str, bytes],
+        priority: int,
+        parent: str | None,
+        labels: Mapping[str, str],
+        also: Callable[[sa.Connection, JobRecord], object],
+    ) -> JobRecord:
+        """Adds a job to the store with its files; these are written first, so that a full disk leaves no job."""
+        if config.lora.init_from is not None:
+            await self._own_adapter(tenant, config.lora.init_from)
+        document = config.model_dump(mode="json")
+
+        def add(connection: sa.Connection) -> JobRecord:
+            record = job_table.create_job(
+                connection, tenant.id, name=config.name, config=document, steps=config.steps, now=self._clock(),
+                priority=priority, parent=parent, labels=labels,
+            )  # fmt: skip
+            also(connection, record)
+            return record
+
+        uploaded = self._uploads / secrets.token_hex(8)
+        try:
+            await asyncio.to_thread(write_upload, uploaded / "files", files)
+            record = await self.store.awrite(add)
+            try:
+                await asyncio.to_thread(move_upload, uploaded, self.folder(record.id))
+            except MarlaasError as error:
+                await self.store.awrite(
+                    job_table.move_job, record.id, "failed", tenant_id=None, allowed_from=LIVE, now=self._clock(),
+                    reason=f"its files could not be written: {error}",
+                )  # fmt: skip
+                raise
+        finally:
+            await asyncio.to_thread(shutil.rmtree, uploaded, ignore_errors=True)
         return record
 
     async def job(self, tenant: Tenant, job_id: str) -> JobRecord:
@@ -160,7 +200,7 @@ class Service:
 
     async def cancel(self, tenant: Tenant, job_id: str) -> JobRecord:
         """Ends a job for good; what it trained stays."""
-        record = await self._move(await self.job(tenant, job_id), "cancelled", job_table.LIVE)
+        record = await self._move(await self.job(tenant, job_id), "cancelled", LIVE)
         if (job := self.controller.jobs.get(job_id)) is not None and not job.is_over:
             self.controller.cancel(job_id, "cancelled by its owner")
         return record
@@ -182,6 +222,24 @@ class Service:
         if record.state != "queued":
             return record.reason
         return self._why_queued().get(record.id, "") or "a place is free: it starts within a second"
+
+    def quotas_of(self, tenant: Tenant) -> Quotas:
+        """Returns what a tenant may use."""
+        return self.config.quotas.model_copy(update=tenant.quotas)
+
+    def tenant_changed(self, tenant: Tenant) -> None:
+        """Takes over a tenant's new weight and quotas."""
+        self._tenants[tenant.id] = tenant
+        self._wake.set()
+
+    @property
+    def live_ids(self) -> Collection[str]:
+        """Ids of the jobs that have not ended."""
+        return self._records.keys()
+
+    def live_jobs(self, tenant: Tenant) -> list[JobRecord]:
+        """Returns the tenant's jobs that have not ended; an admin's are all."""
+        return [record for record in self._records.values() if tenant.is_admin or record.tenant_id == tenant.id]
 
     def folder(self, job_id: str) -> Path:
         """Returns where a job's files are."""
@@ -227,7 +285,8 @@ class Service:
 
     def _tenant_states(self) -> dict[str, TenantState]:
         return {
-            tenant.id: TenantState(self._quotas(tenant), self._load(tenant), tenant.weight) for tenant in self._tenants.values()
+            tenant.id: TenantState(self.quotas_of(tenant), self._load(tenant), tenant.weight)
+            for tenant in self._tenants.values()
         }
 
     def _free_places(self) -> int:
@@ -236,16 +295,19 @@ class Service:
     def _why_queued(self) -> dict[str, str]:
         return reasons(self._queued(), self._tenant_states(), self._free_places())
 
-    def _quotas(self, tenant: Tenant) -> Quotas:
-        return validate(Quotas, self.config.quotas.model_dump() | tenant.quotas)
-
     def _load(self, tenant: Tenant) -> Load:
         states = Counter(record.state for record in self._records.values() if record.tenant_id == tenant.id)
-        return Load(running_jobs=states["running"], queued_jobs=states["queued"], resident_adapters=states["running"])
+        return Load(
+            running_jobs=states["running"],
+            queued_jobs=states["queued"] + self._submitting[tenant.id],
+            resident_adapters=states["running"],
+        )
 
     # ---- what the controller tells
 
     def _on_event(self, event: dict[str, Any]) -> None:
+        if event["kind"] in TOLD_BY_STORE:
+            return
         record = self._records.get(event.get("job", ""))
         data = {name: value for name, value in event.items() if name not in ("time", "kind", "job")}
         self.events.add(event["kind"], record, data)
@@ -278,7 +340,7 @@ class Service:
         moved = await self.store.awrite(
             job_table.move_job, record.id, state, tenant_id=None, allowed_from=allowed_from, now=self._clock(), reason=reason
         )
-        if state in job_table.LIVE:
+        if state in LIVE:
             self._records[record.id] = moved
         else:
             self._records.pop(record.id, None)

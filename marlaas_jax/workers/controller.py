@@ -145,6 +145,11 @@ class Controller:
         """Seconds since the controller was made."""
         return time.monotonic() - self._started
 
+    @property
+    def has_device(self) -> bool:
+        """True while a device's process is there and ready."""
+        return bool(self._device.worker_id)
+
     async def serve(self, started: Callable[[], None]) -> None:
         """Calls `started` once jobs may be added, serves until `end`, stops all processes.
 

@@ -1,0 +1,172 @@
+"""What the commands that talk to a service do."""
+
+import dataclasses
+import itertools
+import json as jsonlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from marlaas_jax.cli.live import STATE_STYLES, notable, number
+from marlaas_jax.client import job_files
+from marlaas_jax.client.blocking import Client
+from marlaas_jax.client.records import Event, Job
+from marlaas_jax.errors import InvalidConfig
+
+SHORT_S, LONG_S = 5.0, 600.0  # patience of a command, and of one that follows a job across restarts of the service
+SUCCEEDED, OTHERWISE = 0, 1
+DONE = {"pause": "asked to pause", "resume": "queued again", "cancel": "cancelled", "delete": "deleted"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The service and the key, as the command line gives them."""
+
+    url: str | None
+    api_key: str | None
+
+    def client(self, patience_s: float = SHORT_S) -> Client:
+        """Returns a client; close it."""
+        return Client(self.url, self.api_key, patience_s=patience_s)
+
+
+def submit(
+    target: Target,
+    files: list[Path],
+    overrides: list[str],
+    name: str | None,
+    priority: int,
+    labels: list[str],
+    more: list[Path],
+    json: bool,
+) -> None:
+    """Queues all jobs of the files; none if one of the files is wrong."""
+    packed = [job for file in files for job in job_files.read(file, overrides)]
+    if name is not None and len(packed) != 1:
+        raise InvalidConfig(f"--name={name!r}: is for one job; these files hold {len(packed)}")
+    sent_too = {path.name: path.read_bytes() for path in more}
+    with target.client() as client:
+        for entry in packed:
+            job = client.submit(entry.job, name=name, files=entry.files | sent_too, priority=priority, labels=pairs(labels))
+            echo(json, dataclasses.asdict(job), f"{job.id} {job.name} {job.state}" + (f": {job.why}" if job.why else ""))
+
+
+def jobs(target: Target, states: list[str], name: str | None, labels: list[str], limit: int, json: bool) -> None:
+    """Prints the newest jobs."""
+    with target.client() as client:
+        found = list(itertools.islice(client.jobs(state=states, name=name, labels=pairs(labels)), limit))
+    if json:
+        for job in found:
+            echo(True, dataclasses.asdict(job), "")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("id", "name", "state", "step", "priority", "age"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    for job in found:
+        state = Text(job.state, style=STATE_STYLES.get(job.state, ""))
+        row = (f"{job.step}/{job.steps}", str(job.priority), _age(time.time() - job.created), Text(job.reason))
+        table.add_row(job.id, Text(job.name), state, *row)
+    console = rich.console.Console()
+    console.print(table, soft_wrap=not console.is_terminal)
+
+
+def watch(target: Target, job_id: str, json: bool) -> int:
+    """Prints a line per batch and what else matters until the job is over; returns the exit code."""
+    with target.client() as client:
+        job = client.job(job_id)
+    with target.client(LONG_S) as client:
+        if not json:
+            typer.echo(f"{job.name}: {job.state}" + (f": {job.why}" if job.why else ""))
+        for event in client.events(job_id):
+            if json:
+                echo(True, dataclasses.asdict(event), "")
+            elif (line := _watched(event, job)) is not None:
+                typer.echo(f"[{time.strftime('%H:%M:%S', time.localtime(event.time))}] {line}")
+        job = client.job(job_id)
+    echo(json, {"type": "result"} | dataclasses.asdict(job), f"{job.name}: {_outcome(job)}")
+    return SUCCEEDED if job.state == "succeeded" else OTHERWISE
+
+
+def events(target: Target, job_id: str, after: int, json: bool) -> None:
+    """Prints every event of a job until it is over."""
+    with target.client() as client:
+        client.job(job_id)
+    with target.client(LONG_S) as client:
+        for event in client.events(job_id, after):
+            fields = " ".join(f"{name}={jsonlib.dumps(value)}" for name, value in event.data.items())
+            moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
+            echo(json, dataclasses.asdict(event), f"{event.seq} {moment} {event.kind} {fields}".rstrip())
+
+
+def episodes(target: Target, job_id: str, which: dict[str, Any], limit: int, json: bool) -> None:
+    """Prints episodes."""
+    with target.client() as client:
+        for episode in itertools.islice(client.episodes(job_id, **which), limit):
+            if json:
+                echo(True, episode, "")
+                continue
+            head = f"--- {episode.get('split')} ticket {episode.get('ticket')} sample {episode.get('sample')}"
+            typer.echo(f"{head}: {episode.get('outcome')}, reward {number(episode.get('reward'))}")
+            typer.echo(str(episode.get("prompt", "")).rstrip())
+            for turn in episode.get("turns", ()):
+                typer.echo(f">>> {turn.get('text', '')}")
+
+
+def act(target: Target, action: str, job_id: str, json: bool) -> None:
+    """Pauses, resumes, cancels or deletes a job."""
+    with target.client() as client:
+        job: Job | None = getattr(client, action)(job_id)
+    echo(json, {"id": job_id, "deleted": True} if job is None else dataclasses.asdict(job), f"{job_id}: {DONE[action]}")
+
+
+def why(target: Target, job_id: str, json: bool) -> None:
+    """Prints what a job waits for."""
+    with target.client() as client:
+        job = client.job(job_id)
+    told = job.why or ("it waits for nothing" if not job.is_over else "it is over")
+    echo(json, {"id": job.id, "state": job.state, "why": job.why}, f"{job.name} is {job.state}: {told}")
+
+
+def pairs(texts: list[str]) -> dict[str, str]:
+    """Returns KEY=VALUE arguments as a mapping. Raises InvalidConfig."""
+    found = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not separator or not key:
+            raise InvalidConfig(f"{text!r}: must read KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def echo(json: bool, record: dict[str, Any], text: str) -> None:
+    """Prints a line of JSON, or the text."""
+    typer.echo(jsonlib.dumps(record) if json else text)
+
+
+def _watched(event: Event, job: Job) -> str | None:
+    """Returns what a person who watches a job should read of an event, None for nothing."""
+    if event.kind == "step":
+        reward = event.data.get("rollout/reward_mean")
+        return f"step {event.data.get('step')}/{job.steps} reward {number(reward)}"
+    if event.kind.startswith("job_") and "failure" not in event.data:
+        reason = event.data.get("reason")
+        return event.kind.removeprefix("job_") + (f": {reason}" if reason else "")
+    return notable({"kind": event.kind, "job": job.name, **event.data})
+
+
+def _outcome(job: Job) -> str:
+    return f"{job.state} after {job.step} of {job.steps} steps" + (f": {job.reason}" if job.reason else "")
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,0 +1,202 @@
+"""The commands around a service: `serve` runs one, the others talk to one at --url with --api-key."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from marlaas_jax.cli.options import Json, Set, one_sentence, remote
+from marlaas_jax.errors import InvalidConfig
+
+Url = Annotated[str | None, typer.Option("--url", envvar="MARLAAS_URL", help="Of the service.")]
+ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="MARLAAS_API_KEY", help="Yours, as mj-...")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, as `marlaas jobs` shows it.")]
+Labels = Annotated[list[str] | None, typer.Option("--label", help="KEY=VALUE; may be repeated.")]
+
+tenant_app = typer.Typer(no_args_is_help=True, help="Tenants of a service and their API keys; takes an admin's key.")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    for command in (serve, submit, jobs, watch, events, episodes, pause, resume, cancel, delete, why):
+        app.command()(command)
+    app.add_typer(tenant_app, name="tenant")
+
+
+def serve(
+    file: Annotated[Path | None, typer.Argument(metavar="[SERVICE.YAML]", help="All defaults without one.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key: port=0, runtime.model=tiny.")] = None,
+    json: Json = False,
+) -> None:
+    """Serves jobs of many tenants over HTTP until SIGTERM or an interrupt; then running steps are saved first."""
+    with one_sentence():
+        try:
+            from marlaas_jax.cli import serve as command
+        except ModuleNotFoundError as error:
+            raise InvalidConfig(f"marlaas serve needs {error.name}; pip install 'marlaas-jax[service]'") from None
+        command.run(file, list(overrides or ()), json)
+
+
+def submit(
+    files: Annotated[list[Path], typer.Argument(help="Job files; the reward and data files they name are sent along.")],
+    overrides: Set = None,
+    name: Annotated[str | None, typer.Option(help="Instead of the job's own; for one job.")] = None,
+    priority: Annotated[int, typer.Option(help="Among your own jobs; the highest goes first.")] = 0,
+    label: Labels = None,
+    file: Annotated[list[Path] | None, typer.Option("--file", help="Sent too, such as a module that a reward imports.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
+    """Queues the jobs of one or more files."""
+    from marlaas_jax.cli import remote as command
+
+    with remote():
+        command.submit(
+            command.Target(url, api_key), files, list(overrides or ()), name, priority, label or [], file or [], json
+        )
+
+
+def jobs(
+    state: Annotated[list[str] | None, typer.Option(help="Only those in this state; may be repeated.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only those whose name begins so.")] = None,
+    label: Labels = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest first.")] = 50,
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
+    """Lists jobs, the newest first."""
+    from marlaas_jax.cli import remote as command
+
+    with remote():
+        command.jobs(command.Target(url, api_key), state or [], name, label or [], limit, json)
+
+
+def watch(job: JobId, url: Url = None, api_key: ApiKey = None, json: Json = False) -> None:
+    """Follows a job, a line per batch, until it is over; exits with 1 unless it succeeded."""
+    from marlaas_jax.cli import remote as command
+
+    with remote():
+        code = command.watch(command.Target(url, api_key), job, json)
+    raise typer.Exit(code)
+
+
+def events(
+    job: JobId,
+    after: Annotated[int, typer.Option(min=0, help="Only those behind this number.")] = 0,
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
+    """Prints everything that happened to a job and follows it until it is over."""
+    from marlaas_jax.cli import remote as command
+
+    with remote():
+        command.events(command.Target(url, api_key), job, after, json)
+
+
+def episodes(
+    job: JobId,
+    step: Annotated[int | None, typer.Option(min=1, help="Of this batch.")] = None,
+    min_reward: Annotated[float | None, typer.Option()] = None,
+    max_reward: Annotated[float | None, typer.Option()] = None,
+    outcome: Annotated[str | None, typer.Option(help="finished, truncated, timed_out, failed or cancelled.")] = None,
+    split: Annotated[str | None, typer.Option(help="train or eval.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, the oldest first.")] = 20,
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
+    """Prints episodes of a job to read: what the model was asked, what it answered, what that earned."""
+    from marlaas_jax.cli import remote as command
+
+    with remote():
+        which = {"step": step, "min_reward": min_reward, "max_reward": max_reward, "outcome": outcome, "split": split}
+        command.episodes(command.Target(url, api_key), job, which, limit, json)
+
+
+def pause(job: JobId, url: Url = None, api_key: ApiKey = None, json: Json = False) -> None:
+    """Pauses a queued or running job; what it has begun is trained and saved."""
+    _act("pause", job, url, api_key, json)
+
+
+def resume(job: JobId, url: Url = None, api_key: ApiKey = None, json: Json = False) -> None:
+    """Puts a paused job back into the queue."""
+    _act("resume", job, url, api_key, json)
+
+
+def cancel(job: JobId, url: Url = None, api_key: ApiKey = None, json: Json = False) -> None:
+    """Ends a job for good; what it trained stays."""
+    _act("cancel", job, url, api_key, json)
+
+
+def delete(job: JobId, url: Url = None, api_key: ApiKey = None, json: Json = False) -> None:
+    """Deletes an ended job and all its files."""
+    _act("delete", job, url, api_key, json)
+
+
+def why(job: JobId, url: Url = None, api_key: ApiKey = None, json: Json = False) -> None:
+    """Says in one line what a job waits for."""
+    from marlaas_jax.cli import remote as command
+
+    with remote():
+        command.why(command.Target(url, api_key), job, json)
+
+
+def _act(action: str, job: str, url: str | None, api_key: str | None, json: bool) -> None:
+    from marlaas_jax.cli import remote as command
+
+    with remote():
+        command.act(command.Target(url, api_key), action, job, json)
+
+
+@tenant_app.command("create")
+def tenant_create(
+    name: str,
+    admin: Annotated[bool, typer.Option("--admin", help="May do everything.")] = False,
+    weight: Annotated[float, typer.Option(help="Share of what tenants compete for.")] = 1.0,
+    quota: Annotated[list[str] | None, typer.Option("--quota", help="KEY=VALUE, as max_running_jobs=8.")] = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
+    """Adds a tenant and prints its first API key, which cannot be shown again."""
+    from marlaas_jax.cli import remote_tenants as command
+
+    with remote():
+        command.create(command.Target(url, api_key), name, admin, weight, quota or [], json)
+
+
+@tenant_app.command("list")
+def tenant_list(url: Url = None, api_key: ApiKey = None, json: Json = False) -> None:
+    """Lists tenants and the beginnings of their keys."""
+    from marlaas_jax.cli import remote_tenants as command
+
+    with remote():
+        command.show(command.Target(url, api_key), json)
+
+
+@tenant_app.command("key")
+def tenant_key(
+    tenant: Annotated[str, typer.Argument(help="Name or id.")], url: Url = None, api_key: ApiKey = None, json: Json = False
+) -> None:
+    """Makes another API key for a tenant."""
+    from marlaas_jax.cli import remote_tenants as command
+
+    with remote():
+        command.key(command.Target(url, api_key), tenant, json)
+
+
+@tenant_app.command("revoke")
+def tenant_revoke(
+    key: Annotated[str, typer.Argument(help="A key's id, as `marlaas tenant list` shows it.")],
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
+    """Ends an API key at once and for good."""
+    from marlaas_jax.cli import remote_tenants as command
+
+    with remote():
+        command.revoke(command.Target(url, api_key), key, json)

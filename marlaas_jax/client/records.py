@@ -1,0 +1,88 @@
+"""What the service answers, as plain values. Fields that a newer service adds are ignored."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+class Record:
+    """Made from a JSON object."""
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """Returns the record."""
+        names = {item.name for item in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+        return cls(**{name: value for name, value in document.items() if name in names})
+
+
+@dataclass(frozen=True)
+class Job(Record):
+    """A job; times in seconds since 1970."""
+
+    id: str
+    tenant_id: str
+    name: str
+    state: str  # queued, running, paused, succeeded, failed, cancelled
+    reason: str  # why it is in this state
+    step: int
+    steps: int
+    priority: int
+    created: float
+    started: float | None
+    ended: float | None
+    updated: float
+    parent: str | None  # the job it was cloned from
+    labels: dict[str, str]
+    config: dict[str, Any]
+    status: dict[str, Any] | None = None  # how it stands in this moment; None: not among the running, or from a list
+    why: str = ""  # what it waits for
+
+    @property
+    def is_over(self) -> bool:
+        """True once it has succeeded, failed or was cancelled."""
+        return self.state in ENDED
+
+
+@dataclass(frozen=True)
+class Event(Record):
+    """Something that happened; `seq` rises."""
+
+    seq: int
+    time: float
+    job_id: str
+    kind: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Key(Record):
+    """An API key; `secret` is there only in the answer that made it."""
+
+    id: str
+    tenant_id: str
+    prefix: str
+    created: float
+    revoked: float | None
+    secret: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Tenant(Record):
+    """Who owns jobs and keys."""
+
+    id: str
+    name: str
+    is_admin: bool
+    weight: float
+    quotas: dict[str, Any]
+    created: float
+    is_disabled: bool
+    keys: tuple[Key, ...] = ()
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """Returns the tenant with its keys, where those were listed."""
+        return super().of({**document, "keys": tuple(map(Key.of, document.get("keys", ())))})

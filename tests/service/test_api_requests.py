@@ -54,7 +54,7 @@ def refused(response, status):
         (submission(files={"rewards.py": "?"}), 400, "files.rewards.py: must be base64"),
         (submission(labels={"!": "x"}), 400, "labels: key '!'"),
         (submission(priority=10**9), 422, "priority=1000000000"),
-        (submission(seed=10**400, steps=2**70), 400, "cannot be stored"),
+        (submission(steps=2**70), 422, "steps=1180591620717411303424"),
         (submission(data={"source": "jsonl:/etc/passwd"}), 400, "data.source='/etc/passwd'"),
         (submission(env="../rewards.py:good"), 400, "env='../rewards.py'"),
         (submission(lora={"init_from": "/etc"}), 400, "JOB_ID"),

@@ -196,6 +196,7 @@ def served(folder, **changes):
         found.process.stderr.close()
 
 
+@pytest.mark.slow
 def test_serve_makes_an_admin_drains_and_goes_on(tmp_path):
     """Started, asked to end with a job in the middle of its steps and a client that watches, started again."""
     with served(tmp_path) as first:

@@ -115,6 +115,7 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(tmp_path):
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_jobs_wait_for_a_place_and_pause_and_go_on(tmp_path):
     async def story():
         async with serving(config(tmp_path, max_running_jobs=1)) as service:

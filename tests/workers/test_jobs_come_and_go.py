@@ -89,6 +89,7 @@ def test_a_paused_job_goes_on_where_it_stopped_and_its_neighbour_notices_nothing
         assert tickets_of(tmp_path / "run", name) == list(range(60))
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_ends_at_once_and_keeps_its_records(tmp_path, rewards):  # noqa: F811
     async def story(served):
         cancelled = served.add("cancelled", f"{rewards}:good", steps=1000)

@@ -17,7 +17,7 @@ from marlaas_jax.config import JobConfig, RunConfig, RuntimeConfig
 from marlaas_jax.engine import buckets as engine_buckets
 from marlaas_jax.errors import InvalidConfig, NotFound, UserError
 from marlaas_jax.learner import buckets as learner_buckets
-from marlaas_jax.model import checkpoint, hf_config, source
+from marlaas_jax.model import usable
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.rl import objective
 from marlaas_jax.text.tokenizer import Tokenizer
@@ -26,13 +26,7 @@ from marlaas_jax.text.tokenizer import Tokenizer
 def check(config: RunConfig, resume: bool = False) -> RunConfig:
     """Returns the configuration with its defaults filled in. Raises a UserError, one sentence, for what a run would refuse."""
     runtime = config.runtime.sized_for(config.jobs)
-    folder = source.resolve(runtime.model)
-    model = hf_config.read(folder)
-    checkpoint.match(checkpoint.open_checkpoint(folder), model)
-    if runtime.engine.max_context > model.max_position:
-        raise InvalidConfig(
-            f"runtime.engine.max_context={runtime.engine.max_context}: {runtime.model} allows at most {model.max_position}"
-        )
+    folder, model = usable.require(runtime.model, runtime.engine.max_context)
     tokenizer = Tokenizer.load(folder, runtime.chat_template)
     for job in config.jobs:
         try:

@@ -22,7 +22,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from marlaas_jax.config import JobConfig
-from marlaas_jax.errors import InvalidRequest, MarlaasError, NotFound, QuotaExceeded
+from marlaas_jax.errors import InvalidRequest, MarlaasError, NotFound, QuotaExceeded, StorageError
 from marlaas_jax.service.admission import Admission, QueuedJob, TenantState, reasons
 from marlaas_jax.service.config import ServiceConfig, check_fits
 from marlaas_jax.service.events import EventStream
@@ -40,6 +40,7 @@ from marlaas_jax.workers.controller_status import FAILED, PAUSED, JobStatus
 log = logging.getLogger(__name__)
 
 ADMIT_INTERVAL_S = 1.0
+SETTLE_INTERVAL_S = 5.0
 TOLD_BY_STORE = ("job_succeeded", "job_failed", "job_cancelled", "job_paused")  # once that state is durable
 
 
@@ -103,7 +104,7 @@ class Service:
             self.controller.pause(name)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_s):
-                while any(self.controller.jobs[name].is_live for name in running):
+                while any((job := self.controller.jobs.get(name)) is not None and job.is_live for name in running):
                     await asyncio.sleep(0.05)
         self.controller.end()
 
@@ -255,8 +256,20 @@ class Service:
             if self._is_draining:
                 return
             for queued in self._admission.choose(self._queued(), self._tenant_states(), self._free_places()):
-                record = await self._move(self._records[queued.id], "running", ("queued",))
-                self._start(record)
+                await self._admit(queued.id)
+
+    async def _admit(self, job_id: str) -> None:
+        """Starts a queued job, unless it was paused, cancelled or deleted since it was chosen."""
+        record = self._records.get(job_id)
+        if record is None or record.state != "queued":
+            return
+        try:
+            moved = await self._move(record, "running", ("queued",))
+        except MarlaasError as error:  # it changed, or the store cannot be written: the next round sees how it stands
+            log.warning("job not admitted job=%s reason=%s", job_id, error)
+            return
+        if self._records.get(job_id) is moved:
+            self._start(moved)
 
     def _start(self, record: JobRecord) -> None:
         """Gives a job to the controller: new, or going on from its last committed step."""
@@ -272,7 +285,9 @@ class Service:
             if config.lora.init_from is not None:
                 changes["lora"] = config.lora.model_copy(update={"init_from": self._adapter_path(config.lora.init_from)})
             config = localized(config, names, folder / "files").model_copy(update=changes)
-            self.controller.add(config, folder, resume=(folder / "state.json").is_file())
+            job = self.controller.add(config, folder, resume=(folder / "state.json").is_file())
+            if job.is_over:  # it ended before a crash, and the store was not told
+                self._on_over(job)
         except (MarlaasError, ValueError) as error:
             self._spawn(self._move(record, "failed", ("running",), f"it cannot be started: {error}"))
 
@@ -327,11 +342,21 @@ class Service:
                 self._spawn(self._move(record, "paused", ("running",)))
             return
         if job.state == FAILED:
-            self._spawn(self._move(record, "failed", ("running",), f"{job.kind}: {job.reason}"))
+            self._spawn(self._settle(record, "failed", f"{job.kind}: {job.reason}"))
         else:
-            self._spawn(self._move(record, "succeeded", ("running",)))
+            self._spawn(self._settle(record, "succeeded"))
 
     # ---- the store
+
+    async def _settle(self, record: JobRecord, state: JobState, reason: str = "") -> None:
+        """Tells the store how a running job ended, again and again while it cannot be written."""
+        while True:
+            try:
+                await self._move(record, state, ("running",), reason)
+                return
+            except StorageError as error:
+                log.warning("end not recorded job=%s reason=%s", record.id, error)
+                await asyncio.sleep(SETTLE_INTERVAL_S)
 
     async def _move(
         self, record: JobRecord, state: JobState, allowed_from: tuple[JobState, ...], reason: str = ""

@@ -54,7 +54,7 @@ from marlaas_jax.messages import (
     TrainBatch,
     WorkerFailed,
 )
-from marlaas_jax.model import checkpoint, hf_config, source
+from marlaas_jax.model import usable
 from marlaas_jax.rollout.commands import (
     BatchSent,
     Command,
@@ -265,15 +265,8 @@ class Controller:
 
     def _load_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer, once its configuration and the headers of its weights are known to be usable."""
-        runtime = self.runtime
-        folder = source.resolve(runtime.model)
-        model = hf_config.read(folder)
-        checkpoint.match(checkpoint.open_checkpoint(folder), model)
-        if runtime.engine.max_context > model.max_position:
-            raise InvalidConfig(
-                f"runtime.engine.max_context={runtime.engine.max_context}: {runtime.model} allows at most {model.max_position}"
-            )
-        return Tokenizer.load(folder, runtime.chat_template)
+        folder, _ = usable.require(self.runtime.model, self.runtime.engine.max_context)
+        return Tokenizer.load(folder, self.runtime.chat_template)
 
     async def _stop(self, tasks: list[asyncio.Task]) -> None:
         """Ends everything that was started here: asks first, insists then."""

@@ -6,10 +6,10 @@ import contextlib
 import pytest
 
 from marlaas_jax.config import JobConfig, validate
-from marlaas_jax.errors import InvalidConfig, InvalidRequest, NotFound, QuotaExceeded
+from marlaas_jax.errors import InvalidConfig, InvalidRequest, NotFound, QuotaExceeded, StorageError
 from marlaas_jax.service.config import ServiceConfig
 from marlaas_jax.service.service import Service
-from marlaas_jax.store import tenants
+from marlaas_jax.store import jobs, tenants
 from marlaas_jax.store.engine import Store
 from tests.workers.test_controller import REWARDS, environment, job, steps_of, tickets_of  # noqa: F401
 
@@ -159,3 +159,48 @@ def test_a_drained_service_goes_on_with_what_ran_and_what_waited(tmp_path):
     asyncio.run(second(running, queued))
     assert steps_of(tmp_path / "data", running) == list(range(1, 31))
     assert tickets_of(tmp_path / "data", running) == list(range(60))
+
+
+def test_admission_outlives_jobs_that_are_cancelled_while_it_chooses_and_a_store_that_fails(tmp_path, monkeypatch):
+    async def story():
+        async with serving(config(tmp_path, quotas={"max_running_jobs": 20})) as service:
+            ann = await tenant(service, "ann")
+            gone = await asyncio.gather(*(service.submit(ann, of(f"gone{i}"), files=FILES) for i in range(12)))
+            await asyncio.gather(*(service.cancel(ann, record.id) for record in gone))
+            assert {(await service.job(ann, record.id)).state for record in gone} == {"cancelled"}
+            real, faults = service._move, []
+
+            async def failing(record, state, *rest):
+                if len(faults) < 2 and state in ("running", "succeeded") and state not in faults:
+                    faults.append(state)
+                    raise StorageError("the disk is full")
+                return await real(record, state, *rest)
+
+            monkeypatch.setattr(service, "_move", failing)
+            monkeypatch.setattr("marlaas_jax.service.service.SETTLE_INTERVAL_S", 0.1)
+            last = await service.submit(ann, of("last", steps=1), files=FILES)
+            assert (await until(service, ann, last.id, "succeeded", "failed")).state == "succeeded"
+            assert faults == ["running", "succeeded"]
+            alive = [job.name for job in service.controller.jobs.values() if job.is_live]
+            assert not alive, "no cancelled job was started"
+
+    asyncio.run(story())
+
+
+def test_a_job_that_ended_before_a_crash_could_be_told_to_the_store_is_told_at_the_next_start(tmp_path):
+    async def first():
+        async with serving(config(tmp_path)) as service:
+            ann = await tenant(service, "ann")
+            record = await service.submit(ann, of("a", steps=1), files=FILES)
+            await until(service, ann, record.id, "succeeded")
+            return record.id
+
+    async def second(job_id):
+        async with serving(config(tmp_path)) as service:
+            ann = await tenant(service, "ann")
+            assert (await until(service, ann, job_id, "succeeded", "failed")).state == "succeeded"
+
+    job_id = asyncio.run(first())
+    with Store.open(config(tmp_path).db_url) as store:  # as if the process had died just before
+        store.write(jobs.move_job, job_id, "running", tenant_id=None, allowed_from=("succeeded",), now=1.0).result()
+    asyncio.run(second(job_id))

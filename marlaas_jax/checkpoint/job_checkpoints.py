@@ -23,6 +23,7 @@ from orbax.checkpoint import checkpoint_managers
 from marlaas_jax.errors import CorruptFile, StorageError
 
 SCHEMA_VERSION = 1
+MAX_CLOSE_TRIES = 3  # the manager's own wait, its checkpointer's, and one that succeeds
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +152,15 @@ class JobCheckpoints:
         try:
             self.wait()
         finally:
-            self._manager.close()
+            self._release()
+
+    def _release(self) -> None:
+        """Frees the manager, which stops closing wherever it learns once more of a save that failed."""
+        for _ in range(MAX_CLOSE_TRIES):
+            try:
+                return self._manager.close()
+            except Exception as error:  # the same many types as below; `wait` has told of it
+                _log.warning("checkpoints not closed directory=%s error=%s", self.directory, _cause(error))
 
     def _read(self, step: int) -> JobState:
         path = self.directory / str(step)

@@ -6,9 +6,10 @@ handled ends that job. The device's process may die at any time: its jobs go on 
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -233,15 +234,16 @@ class Controller:
         """Lets a paused job go on from its committed step, as a new incarnation."""
         job = self.jobs[name]
         if job.state == PAUSED:
-            job.new_incarnation()
-            self._open(job)
+            with self._ends_on_fault(name):
+                job.new_incarnation()
+                self._open(job)
 
     def cancel(self, name: str, reason: str) -> None:
         """Ends a job for good; its last checkpoint stays."""
         job = self.jobs[name]
         if not job.is_over:
             self._note_episodes(job)
-            job.cancel(reason)
+            self._record_end(job, lambda: job.cancel(reason))
             self.event("job_cancelled", name, reason=reason)
             self._retire(job)
 
@@ -279,7 +281,8 @@ class Controller:
             self.orchestrator.remove_job(job.name, now)
         for command in self.orchestrator.take():
             if isinstance(command, EpisodeEnded):
-                self._execute(command)
+                with self._ends_on_fault(command.job):
+                    self._execute(command)
         if self._device.worker_id:
             self._send(self._device.worker_id, Shutdown())
         cut_short = self._fatal is not None or not self._ended.is_set()
@@ -489,12 +492,13 @@ class Controller:
         if not self._device.gone():
             return
         for job in self.jobs.values():
-            if job.state == PAUSING:
-                self._on_paused(job)
-            elif job.is_live:
-                self.orchestrator.pause_job(job.name, now)
-                job.new_incarnation()
-                self._reload(job)
+            with self._ends_on_fault(job.name):
+                if job.state == PAUSING:
+                    self._on_paused(job)
+                elif job.is_live:
+                    self.orchestrator.pause_job(job.name, now)
+                    job.new_incarnation()
+                    self._reload(job)
 
     def _on_exited(self, event: Exited, now: float) -> None:
         if event.expected:
@@ -547,15 +551,32 @@ class Controller:
             return
         self._note_episodes(job)
         log.warning("job failed job=%s kind=%s reason=%s", job.name, kind, reason)
-        try:
-            job.fail(kind, reason)
-        except StorageError as error:  # the disk is full: the reason is in the result and in the log all the same
-            log.error("job not recorded job=%s reason=%s", job.name, error)
+        self._record_end(job, lambda: job.fail(kind, reason))
         self.event("job_failed", job.name, failure=kind, reason=reason)
         self._retire(job)
 
+    def _record_end(self, job: Job, record: Callable[[], None]) -> None:
+        """Writes down how a job ends. On a full disk it ends all the same: the result and the log say why."""
+        try:
+            record()
+        except StorageError as error:
+            log.error("job not recorded job=%s reason=%s", job.name, error)
+
+    @contextlib.contextmanager
+    def _ends_on_fault(self, name: str) -> Iterator[None]:
+        """Ends the job of this name over what its files or its user got wrong, a full disk say; the others go on."""
+        try:
+            yield
+        except UserError as error:
+            if name not in self.jobs:
+                raise
+            self._fail_job(self.jobs[name], type(error).__name__, str(error))
+
     def _on_paused(self, job: Job) -> None:
-        job.paused()
+        try:
+            job.paused()
+        except StorageError as error:
+            return self._fail_job(job, type(error).__name__, str(error))
         self.event("job_paused", job.name, step=job.step)
         self._retire(job)
 
@@ -573,13 +594,8 @@ class Controller:
     def _execute_all(self, now: float) -> None:
         while commands := self.orchestrator.take():
             for command in commands:
-                try:
+                with self._ends_on_fault(getattr(command, "job", "")):
                     self._execute(command)
-                except UserError as error:  # a disk that is full, say: the job whose file it is
-                    name = getattr(command, "job", "")
-                    if name not in self.jobs:
-                        raise
-                    self._fail_job(self.jobs[name], type(error).__name__, str(error))
 
     def _execute(self, command: Command) -> None:
         match command:

@@ -109,6 +109,23 @@ def test_failed_save_is_told_with_its_path_and_forgotten_h36(tmp_path, monkeypat
     checkpoints.close()
 
 
+def test_h36_closing_after_a_failed_save_raises_nothing_else(tmp_path, monkeypatch):
+    """orbax tells of the failure at each of its waits, as a ValueError of tensorstore."""
+    checkpoints = JobCheckpoints(tmp_path / "ck")
+    checkpoints.save(state_of(1), reward=0.0)
+    real, failures = checkpoints._manager.wait_until_finished, [ValueError("RESOURCE_EXHAUSTED: No space left on device")] * 2
+
+    def wait():
+        if failures:
+            raise failures.pop()
+        real()
+
+    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", wait)
+    with pytest.raises(StorageError, match=r"ck.1: .*No space left on device"):
+        checkpoints.close()
+    assert not failures
+
+
 WRITER = """
     import sys, numpy as np
     from pathlib import Path

@@ -171,6 +171,19 @@ def test_a_lost_device_goes_on_from_the_committed_steps(tmp_path, rewards, monke
     assert [entry.incarnations for entry in result.jobs] == [2, 2]
 
 
+def test_h36_a_job_whose_folder_is_full_when_the_device_is_lost_ends_alone(tmp_path, rewards, monkeypatch):
+    monkeypatch.setenv("FAKE_DEVICE", json.dumps({"die_at": {"a": 2}, "marker": str(tmp_path / "died")}))
+
+    def fill(event):
+        if event["kind"] == "worker_lost":
+            (tmp_path / "run/jobs/b/state.tmp").mkdir()  # the file that state.json is written to first
+
+    jobs = [job("a", f"{rewards}:good"), job("b", f"{rewards}:good", steps=100)]
+    a, b = train(make(*jobs), tmp_path / "run", on_event=fill).jobs
+    assert (a.state, a.incarnations) == ("succeeded", 2)
+    assert (b.state, b.kind) == ("failed", "StorageError") and "state.json: cannot be written" in b.reason
+
+
 def test_h22_prompts_longer_than_the_context_are_the_callers_to_mend(tmp_path, rewards):
     """Its neighbour trains on; where all that failed is the caller's to mend, the command's exit code is 2."""
     long, good = (job(name, f"{rewards}:good", steps=2) for name in ("long", "good"))

@@ -44,17 +44,22 @@ def submit(
     priority: int,
     labels: list[str],
     more: list[Path],
+    is_one: bool,
     json: bool,
-) -> None:
-    """Queues all jobs of the files; none if one of the files is wrong."""
+) -> list[str]:
+    """Queues all jobs of the files, none if one of the files is wrong; returns their ids."""
     packed = [job for file in files for job in job_files.read(file, overrides)]
-    if name is not None and len(packed) != 1:
-        raise InvalidConfig(f"--name={name!r}: is for one job; these files hold {len(packed)}")
+    if (name is not None or is_one) and len(packed) != 1:
+        option = f"--name={name!r}" if name is not None else "--watch"
+        raise InvalidConfig(f"{option}: is for one job; these files hold {len(packed)}")
     sent_too = {path.name: path.read_bytes() for path in more}
+    ids = []
     with target.client() as client:
         for entry in packed:
             job = client.submit(entry.job, name=name, files=entry.files | sent_too, priority=priority, labels=pairs(labels))
+            ids.append(job.id)
             echo(json, dataclasses.asdict(job), f"{job.id} {job.name} {job.state}" + (f": {job.why}" if job.why else ""))
+    return ids
 
 
 def jobs(target: Target, states: list[str], name: str | None, labels: list[str], limit: int, json: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from marlaas_jax.cli.options import Json, Set, one_sentence, remote
+from marlaas_jax.cli.options import Json, Set, remote
 from marlaas_jax.errors import InvalidConfig
 
 Url = Annotated[str | None, typer.Option("--url", envvar="MARLAAS_URL", help="Of the service.")]
@@ -26,15 +26,16 @@ def register(app: typer.Typer) -> None:
 def serve(
     file: Annotated[Path | None, typer.Argument(metavar="[SERVICE.YAML]", help="All defaults without one.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key: port=0, runtime.model=tiny.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="In the background; returns once it answers.")] = False,
     json: Json = False,
 ) -> None:
     """Serves jobs of many tenants over HTTP until SIGTERM or an interrupt; then running steps are saved first."""
-    with one_sentence():
+    with remote():
         try:
             from marlaas_jax.cli import serve as command
         except ModuleNotFoundError as error:
             raise InvalidConfig(f"marlaas serve needs {error.name}; pip install 'marlaas-jax[service]'") from None
-        command.run(file, list(overrides or ()), json)
+        (command.detach if detach else command.run)(file, list(overrides or ()), json)
 
 
 def submit(
@@ -44,6 +45,7 @@ def submit(
     priority: Annotated[int, typer.Option(help="Among your own jobs; the highest goes first.")] = 0,
     label: Labels = None,
     file: Annotated[list[Path] | None, typer.Option("--file", help="Sent too, such as a module that a reward imports.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow it until it is over; for one job.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
     json: Json = False,
@@ -52,9 +54,10 @@ def submit(
     from marlaas_jax.cli import remote as command
 
     with remote():
-        command.submit(
-            command.Target(url, api_key), files, list(overrides or ()), name, priority, label or [], file or [], json
-        )
+        target = command.Target(url, api_key)
+        ids = command.submit(target, files, list(overrides or ()), name, priority, label or [], file or [], watch, json)
+        code = command.watch(target, ids[0], json) if watch else 0
+    raise typer.Exit(code)
 
 
 def jobs(

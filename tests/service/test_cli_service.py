@@ -226,8 +226,8 @@ def test_serve_makes_an_admin_drains_and_goes_on(tmp_path):
 def test_serve_refuses_in_one_sentence(tmp_path):
     """H34: a port in use; a data folder in use; a field that is not allowed."""
 
-    def refused(*overrides):
-        arguments = [part for override in overrides for part in ("--set", override)]
+    def refused(*overrides, options=()):
+        arguments = [*options, *(part for override in overrides for part in ("--set", override))]
         result = CliRunner().invoke(app, ["serve", "--set", f"data_dir={tmp_path / 'data'}", *arguments])
         assert result.exit_code == 2 and result.stderr.count("\n") == 1, (result.output, result.exception)
         return result.stderr
@@ -236,6 +236,7 @@ def test_serve_refuses_in_one_sentence(tmp_path):
         port = taken.getsockname()[1]
         sentence = refused(f"port={port}")
         assert f"port={port}" in sentence and "in use" in sentence and "port=0" in sentence
+        assert refused(f"port={port}", options=["--detach"]) == sentence
     assert "prot: unknown key" in refused("prot=1")
     assert "must read KEY=VALUE" in refused("port")
     assert "max_running_jobs=0" in refused("max_running_jobs=0")

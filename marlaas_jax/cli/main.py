@@ -178,6 +178,17 @@ def bench_run(quick: Annotated[bool, typer.Option(help="The tiny model, a few st
         run.run(json=json, quick=quick)
 
 
+@bench_app.command("streams")
+def bench_streams(
+    quick: Annotated[bool, typer.Option(help="Fewer streams, a few seconds.")] = False, json: Json = False
+) -> None:
+    """A service that trains under a thousand event streams and a hundred requests per second."""
+    from marlaas_jax.bench import streams
+
+    with one_sentence():
+        streams.run(json=json, quick=quick)
+
+
 service_commands.register(app)
 
 

@@ -230,6 +230,17 @@ class Controller:
         else:
             self._on_paused(job)
 
+    def halt(self, name: str) -> None:
+        """Takes a live job off the device; what was not committed is lost. It is paused once the device has closed it."""
+        job = self.jobs[name]
+        self._note_episodes(job)
+        self.orchestrator.remove_job(name, time.monotonic())
+        job.state, job.since = PAUSING, time.monotonic()
+        if self._device.is_serving:
+            self._send(self._device.worker_id, PauseJob(name, job.incarnation, discard=True))
+        else:
+            self._on_paused(job)
+
     def unpause(self, name: str) -> None:
         """Lets a paused job go on from its committed step, as a new incarnation."""
         job = self.jobs[name]
@@ -248,8 +259,8 @@ class Controller:
             self._retire(job)
 
     def forget(self, name: str) -> None:
-        """Drops a job that is over from the books."""
-        assert self.jobs[name].is_over, name
+        """Drops a job that is over or paused from the books."""
+        assert not self.jobs[name].is_live, name
         self.jobs.pop(name).files.close()
 
     def _open(self, job: Job) -> None:
@@ -542,7 +553,9 @@ class Controller:
 
     def _add_to_device(self, job: Job) -> None:
         config = job.config.model_dump_json().encode()
-        self._send(self._device.worker_id, AddJob(job.name, job.incarnation, config, str(job.folder), resume=job.is_resumed))
+        step = -1 if job.go_on_from is None else job.go_on_from
+        added = AddJob(job.name, job.incarnation, config, str(job.folder), resume=job.is_resumed, step=step)
+        self._send(self._device.worker_id, added)
 
     # ---- ends
 

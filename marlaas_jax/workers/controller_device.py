@@ -14,6 +14,11 @@ class DeviceLink:
         self.status: DeviceStatus | None = None
         self._heard = 0.0
 
+    @property
+    def is_serving(self) -> bool:
+        """True once the process has compiled its programs and takes jobs."""
+        return bool(self.worker_id) and self.status is not None
+
     def joined(self, worker_id: str, now: float) -> None:
         """A device's process said Hello."""
         self.worker_id = worker_id

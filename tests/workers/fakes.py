@@ -64,7 +64,8 @@ class FakeDevice:
                 return self.finish(message)
             case PauseJob() if message.job in self.jobs:
                 job = self.jobs.pop(message.job)
-                self.commit(job, base64.b64decode(job["ledger"]))
+                if not message.discard:
+                    self.commit(job, base64.b64decode(job["ledger"]))
                 return [JobPaused(message.job, message.incarnation, job["step"])]
             case RemoveJob():
                 self.jobs.pop(message.job, None)
@@ -76,6 +77,8 @@ class FakeDevice:
         folder = Path(message.job_dir) / "checkpoints"
         folder.mkdir(parents=True, exist_ok=True)
         committed = sorted(folder.glob("step-*.json")) if message.resume else []
+        while message.step >= 0 and committed[-1].name != f"step-{message.step:06d}.json":
+            committed.pop().unlink()
         state = json.loads(committed[-1].read_text()) if committed else {"step": 0, "ledger": ""}
         config = JobConfig.model_validate_json(message.config)
         self.jobs[message.job] = state | {"folder": folder, "incarnation": message.incarnation, "config": config}

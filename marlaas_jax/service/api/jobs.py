@@ -44,6 +44,12 @@ class Clone(Section):
     files: dict[str, str] = Field(default_factory=dict)  # beside or instead of the job's own
 
 
+class Rollback(Section):
+    """Where a job goes back to."""
+
+    step: Annotated[int, Field(ge=0, le=2**53)]  # one of those that GET /v1/jobs/{job_id}/checkpoints lists
+
+
 @uploads.post("/jobs", status_code=201)
 async def submit(api: TheApi, caller: Caller, key: OnceKey, body: Submission) -> Response:
     """Queues a job. Everything that can be known to be wrong with it is refused now, in one sentence."""
@@ -104,6 +110,12 @@ async def cancel(api: TheApi, caller: Caller, job_id: str) -> Response:
     return Json(document(api, await api.service.cancel(caller, job_id)))
 
 
+@router.post("/jobs/{job_id}/rollback")
+async def rollback(api: TheApi, caller: Caller, key: OnceKey, job_id: str, body: Rollback) -> Response:
+    """Takes a job back to a committed step. A running job goes on from there; any other waits to be resumed."""
+    return Json(document(api, await api.service.rollback(caller, job_id, body.step, also=_keeping(caller, key, 200))))
+
+
 @uploads.post("/jobs/{job_id}/clone", status_code=201)
 async def clone(api: TheApi, caller: Caller, key: OnceKey, job_id: str, body: Clone) -> Response:
     """Queues a new job with the same fields and files, but for the changes; it starts from step 0."""
@@ -158,9 +170,9 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return out
 
 
-def _keeping(caller: Tenant, key: str | None) -> Callable[[sa.Connection, JobRecord], None]:
+def _keeping(caller: Tenant, key: str | None, status: int = 201) -> Callable[[sa.Connection, JobRecord], None]:
     def also(connection: sa.Connection, record: JobRecord) -> None:
-        keep(connection, caller.id, key, 201, asdict(record) | {"status": None, "why": ""})
+        keep(connection, caller.id, key, status, asdict(record) | {"status": None, "why": ""})
 
     return also
 

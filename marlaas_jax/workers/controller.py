@@ -80,12 +80,14 @@ from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_processes import Processes
 from marlaas_jax.workers.controller_render import Renderer
 from marlaas_jax.workers.controller_status import FINISHING, PAUSED, PAUSING, RUNNING, STARTING, JobStatus, RunStatus
+from marlaas_jax.workers.controller_suspects import SuspectJobs
 from marlaas_jax.workers.supervisor import Exited, GaveUp, Restarted
 
 log = logging.getLogger(__name__)
 
 DEVICE_MODULE = "marlaas_jax.workers.device_process"
 RETIRED = "it was retired"
+RUN_RESTARTS, SERVICE_RESTARTS = 12, 10**9  # of the device in a row: a run ends some time, a service goes on trying
 TICK_S = 0.25
 STATUS_INTERVAL_S = 1.0
 START_TIMEOUT_S = 3600.0  # loading, compiling and opening of one job
@@ -134,6 +136,7 @@ class Controller:
         self._ended = asyncio.Event()
         self._fatal: BaseException | None = None
         self._device = DeviceLink()
+        self._suspects = SuspectJobs(self.event)
         self._lag_s = 0.0
         self._last_words: dict[str, str] = {}  # of workers that said why they fail
         self._last_death: dict[str, str] = {}  # why a place's last process ended
@@ -170,7 +173,10 @@ class Controller:
                 self._runtime_path.write_text(document)
             self._renderer = Renderer(tokenizer, self._on_rendered)
             async with Server("ipc") as self._server:
-                self._processes = Processes(self._server, self.folder, self._device_module, self.runtime.env_workers)
+                restarts = RUN_RESTARTS if self._is_strict else SERVICE_RESTARTS
+                self._processes = Processes(
+                    self._server, self.folder, self._device_module, self.runtime.env_workers, restarts
+                )
                 try:
                     started()
                     tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._watch_processes, self._tick_forever)]
@@ -269,10 +275,9 @@ class Controller:
         self._processes.start_data_worker(job.data_worker)
         self._processes.start_pool(job.pool)
         self._reload(job)  # for those that are there already; others ask by their Hello
-        if self._device.worker_id:
+        if self._device.worker_id and not self._suspects.must_wait(job.name):
             self._add_to_device(job)
-        else:
-            self.start_device()
+        self.start_device()
 
     # ---- start and stop
 
@@ -406,11 +411,12 @@ class Controller:
         self.event("worker_joined", worker=name or worker_id, role=message.role, pid=message.pid)
         live = [job for job in self.jobs.values() if job.is_live]
         if message.role == "device":
-            self._device_gone(time.monotonic())  # an older one, if it was not missed yet
+            self._device_gone(time.monotonic(), "a new one took its place")  # an older one, if it was not missed yet
             self._device.joined(worker_id, time.monotonic())
             self.phase = "loading" if self.phase == "checking" else self.phase
             for job in live:
-                self._add_to_device(job)
+                if not self._suspects.is_held(job.name):
+                    self._add_to_device(job)
         elif message.role == "data":
             for job in live:
                 if job.data_worker == self._processes.group_of(name):
@@ -467,6 +473,7 @@ class Controller:
         job = self.jobs.get(message.job)
         if job is None or not self._is_current(message) or message.step != job.step + 1:
             return
+        self._suspects.trained(job.name, message.step)
         self._on_step(job, job.trained(message))
         self.orchestrator.on_step_done(message, now)
 
@@ -494,14 +501,17 @@ class Controller:
         self.event("worker_lost", worker=name or worker_id, role=message.role, reason=reason)
         self._processes.make_sure_it_ends(worker_id)
         if worker_id == self._device.worker_id:
-            self._device_gone(now)
+            self._device_gone(now, reason)
         elif message.role == "environment":
             self.orchestrator.on_worker_lost(worker_id, reason, now, pool=self._processes.pool_of(name))
 
-    def _device_gone(self, now: float) -> None:
+    def _device_gone(self, now: float, reason: str) -> None:
         """Every job goes on from its committed step, as a new incarnation, when the next device is there."""
+        was_serving = self._device.is_serving
         if not self._device.gone():
             return
+        if (blamed := self._suspects.on_death(reason, was_serving=was_serving)) is not None:
+            self._fail_job(self.jobs[blamed.job], "WorkerLost", blamed.text)
         for job in self.jobs.values():
             with self._ends_on_fault(job.name):
                 if job.state == PAUSING:
@@ -517,6 +527,8 @@ class Controller:
                 self._last_words[event.worker_id] = RETIRED
                 self._server.lose(event.worker_id, RETIRED)
             return
+        if event.restart_s is not None:
+            self.event("worker_restarting", worker=event.name, failures=event.failures, after_s=event.restart_s)
         last_line = event.log_tail.strip().splitlines()[-1:] or [""]
         reason = f"{event.reason}; it printed last: {last_line[0][:300]}" if last_line[0] else event.reason
         if event.worker_id in self._server.peers:
@@ -540,6 +552,9 @@ class Controller:
     def _check_limits(self, now: float) -> None:
         if self._device.is_silent(now):
             self._server.lose(self._device.worker_id, f"the device said nothing for {SILENCE_S:.0f} s")
+        for name in self._suspects.released(now):
+            if self._device.worker_id:
+                self._add_to_device(self.jobs[name])
         for job in self.jobs.values():
             limit = {STARTING: START_TIMEOUT_S, PAUSING: FINISH_TIMEOUT_S, FINISHING: FINISH_TIMEOUT_S}.get(job.state)
             if limit is not None and now - job.since > limit:
@@ -555,6 +570,7 @@ class Controller:
         config = job.config.model_dump_json().encode()
         step = -1 if job.go_on_from is None else job.go_on_from
         added = AddJob(job.name, job.incarnation, config, str(job.folder), resume=job.is_resumed, step=step)
+        self._suspects.joined(job.name, time.monotonic())
         self._send(self._device.worker_id, added)
 
     # ---- ends
@@ -596,6 +612,7 @@ class Controller:
     def _retire(self, job: Job) -> None:
         """Forgets a job that is over or paused: its slots, its workers' copies, its workers when nobody else uses them."""
         self.orchestrator.remove_job(job.name, time.monotonic())
+        self._suspects.left(job.name)
         for worker_id in list(self._server.peers):
             self._send(worker_id, RemoveJob(job.name, job.incarnation))
         needed = [group for other in self.jobs.values() if other.is_live for group in (other.pool, other.data_worker)]
@@ -706,6 +723,8 @@ class Controller:
             return "export: the last checkpoint and the adapter are being written"
         if job.state == RUNNING:
             return self.orchestrator.why(job.name, now)
+        if self._suspects.is_held(job.name):
+            return f"start: {self._suspects.why()}"
         missing = job.missing()
         compiled, programs = self._device.programs
         progress = f" ({compiled} of {programs} programs compiled)" if "device" in missing and programs else ""

@@ -6,7 +6,7 @@ Completions are "yes" or "no", decided by seed and version, so a run is reproduc
 committed step. $FAKE_DEVICE holds JSON; the first four are by job:
 `die_at` exit hard, once, when that batch is trained and not yet reported; `marker` is a file that says that it happened;
 `wrong_weights_at` the version from which on completions name other weights; `fail_at` the step that fails the job;
-`commit_every` so many batches (2); `train_s` seconds per batch.
+`poison_at` exit hard, every time, when that batch is given to be trained; `commit_every` so many batches (2); `train_s` seconds per batch.
 """
 
 import argparse
@@ -106,6 +106,8 @@ class FakeDevice:
         job = self.jobs[batch.job]
         if batch.step != job["step"]:
             return []
+        if self.options.get("poison_at", {}).get(batch.job) == batch.step + 1:
+            os._exit(9)
         time.sleep(self.options.get("train_s", 0.0))
         job["step"] += 1
         if self.options.get("fail_at", {}).get(batch.job) == job["step"]:
@@ -154,7 +156,7 @@ def main() -> None:
     client = Client(arguments.address, "device", arguments.worker_id)
     runtime = load_runtime(arguments.runtime)
     device = FakeDevice(Tokenizer.load(source.resolve(runtime.model)), json.loads(os.environ.get("FAKE_DEVICE", "{}")))
-    reported = time.monotonic()
+    reported = -1.0
     while True:
         message = client.receive(0.2)
         if isinstance(message, Shutdown):

@@ -22,14 +22,15 @@ from typing import Any
 import sqlalchemy as sa
 
 from marlaas_jax.config import JobConfig, validate
-from marlaas_jax.errors import InvalidRequest, MarlaasError, NotFound, QuotaExceeded, StorageError
+from marlaas_jax.errors import CorruptFile, InvalidRequest, MarlaasError, NotFound, QuotaExceeded, StorageError
+from marlaas_jax.rollout.records import Wait
 from marlaas_jax.service.admission import Admission, QueuedJob, TenantState, reasons
 from marlaas_jax.service.config import ServiceConfig, check_fits
 from marlaas_jax.service.events import EventStream
 from marlaas_jax.service.files import check_upload, localized, move_upload, write_upload
 from marlaas_jax.service.fitting import Fitting
 from marlaas_jax.service.quotas import Load, Quotas, why_refused
-from marlaas_jax.service.rollback import Rollbacks
+from marlaas_jax.service.rollback import LEAVE_S, Rollbacks
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store import tenants as tenant_table
 from marlaas_jax.store.engine import Store
@@ -38,6 +39,7 @@ from marlaas_jax.store.tenants import Tenant
 from marlaas_jax.workers.controller import DEVICE_MODULE, Controller
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_status import FAILED, PAUSED, JobStatus
+from marlaas_jax.workers.controller_why import told_in_one_line
 
 log = logging.getLogger(__name__)
 
@@ -263,13 +265,19 @@ class Service:
 
     def why(self, record: JobRecord) -> str:
         """Returns in one line what a job waits for."""
-        if (status := self.status(record.id)) is not None and status.waits_for:
-            return status.waits_for
-        if record.state != "queued":
-            return record.reason
-        if fault := self._fitting.fault(record):
-            return fault
-        return self._why_queued().get(record.id, "") or "a place is free: it starts within a second"
+        return record.reason if (found := self.wait(record)) is None else told_in_one_line(*found)
+
+    def wait(self, record: JobRecord) -> tuple[Wait, int] | None:
+        """Returns (what a job waits for longest, how many things more it waits for); None for one that is over."""
+        since_s = max(0.0, self._clock() - record.updated)
+        if record.id in self._rollbacks:
+            return Wait("roll-back", "the device closes the job", "the device", since_s, LEAVE_S), 0
+        if record.state == "queued":
+            why = self._fitting.fault(record) or self._why_queued().get(record.id, "")
+            return Wait("queue", why or "a place is free: it starts within a second", "the service", since_s, None), 0
+        if record.state == "paused":
+            return Wait("pause", "to be resumed", "its owner", since_s, None), 0
+        return self.controller.why(record.id)
 
     def quotas_of(self, tenant: Tenant) -> Quotas:
         """Returns what a tenant may use."""
@@ -404,7 +412,7 @@ class Service:
             try:
                 await self._move(record, state, ("running",), reason)
                 return
-            except StorageError as error:
+            except (StorageError, CorruptFile) as error:
                 log.warning("end not recorded job=%s reason=%s", record.id, error)
                 await asyncio.sleep(SETTLE_INTERVAL_S)
 

@@ -70,6 +70,7 @@ from marlaas_jax.rollout.commands import (
     TurnKey,
 )
 from marlaas_jax.rollout.orchestrator import Orchestrator
+from marlaas_jax.rollout.records import Wait
 from marlaas_jax.text.tokenizer import Tokenizer
 from marlaas_jax.transport.flow import PeerLost
 from marlaas_jax.transport.server import Server
@@ -81,6 +82,8 @@ from marlaas_jax.workers.controller_processes import Processes
 from marlaas_jax.workers.controller_render import Renderer
 from marlaas_jax.workers.controller_status import FINISHING, PAUSED, PAUSING, RUNNING, STARTING, JobStatus, RunStatus
 from marlaas_jax.workers.controller_suspects import SuspectJobs
+from marlaas_jax.workers.controller_why import told_in_one_line, waiting
+from marlaas_jax.workers.loop_watch import LoopWatch
 from marlaas_jax.workers.supervisor import Exited, GaveUp, Restarted
 
 log = logging.getLogger(__name__)
@@ -92,6 +95,7 @@ TICK_S = 0.25
 STATUS_INTERVAL_S = 1.0
 START_TIMEOUT_S = 3600.0  # loading, compiling and opening of one job
 FINISH_TIMEOUT_S = 900.0  # the last checkpoint and the adapter
+LIMITS = {STARTING: START_TIMEOUT_S, PAUSING: FINISH_TIMEOUT_S, FINISHING: FINISH_TIMEOUT_S}
 STOP_TIMEOUT_S = 30.0  # for the device to finish its running saves
 ABORT_TIMEOUT_S = 5.0  # the same, when the run is cut short
 
@@ -137,6 +141,7 @@ class Controller:
         self._fatal: BaseException | None = None
         self._device = DeviceLink()
         self._suspects = SuspectJobs(self.event)
+        self._interrupted_at: float | None = self._started  # or when the device was lost; None: a step was trained since
         self._lag_s = 0.0
         self._last_words: dict[str, str] = {}  # of workers that said why they fail
         self._last_death: dict[str, str] = {}  # why a place's last process ended
@@ -162,7 +167,7 @@ class Controller:
         tokenizer = await asyncio.to_thread(self._load_tokenizer)  # what is refused leaves no folder behind
         with writing(self.folder):
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        with folder_lock.hold(self.folder):
+        with folder_lock.hold(self.folder), LoopWatch():
             await self._serve(started, tokenizer)
 
     async def _serve(self, started: Callable[[], None], tokenizer: Tokenizer) -> None:
@@ -375,6 +380,8 @@ class Controller:
                 self._on_step_done(message, now)
             case DeviceStatus():
                 self._device.report(message)
+                if "start_s" in message.counters:
+                    self.event("device_ready", **message.counters)
             case JobReady():
                 if self._is_current(message):
                     self.jobs[message.job].device_ready = message
@@ -474,6 +481,11 @@ class Controller:
         if job is None or not self._is_current(message) or message.step != job.step + 1:
             return
         self._suspects.trained(job.name, message.step)
+        if self._interrupted_at is not None:
+            after_s, self._interrupted_at = now - self._interrupted_at, None
+            text = f"{'resumed' if job.is_resumed else 'started'}: first step after {after_s:.1f} s"
+            log.info("%s job=%s step=%d", text, job.name, message.step)
+            self.event("first_step", job.name, step=message.step, after_s=after_s, text=text)
         self._on_step(job, job.trained(message))
         self.orchestrator.on_step_done(message, now)
 
@@ -510,6 +522,7 @@ class Controller:
         was_serving = self._device.is_serving
         if not self._device.gone():
             return
+        self._interrupted_at = now
         if (blamed := self._suspects.on_death(reason, was_serving=was_serving)) is not None:
             self._fail_job(self.jobs[blamed.job], "WorkerLost", blamed.text)
         for job in self.jobs.values():
@@ -525,7 +538,7 @@ class Controller:
         if event.expected:
             if event.worker_id in self._server.peers:
                 self._last_words[event.worker_id] = RETIRED
-                self._server.lose(event.worker_id, RETIRED)
+                self._server.lose(event.worker_id, RETIRED, expected=True)
             return
         if event.restart_s is not None:
             self.event("worker_restarting", worker=event.name, failures=event.failures, after_s=event.restart_s)
@@ -556,9 +569,9 @@ class Controller:
             if self._device.worker_id:
                 self._add_to_device(self.jobs[name])
         for job in self.jobs.values():
-            limit = {STARTING: START_TIMEOUT_S, PAUSING: FINISH_TIMEOUT_S, FINISHING: FINISH_TIMEOUT_S}.get(job.state)
+            limit = LIMITS.get(job.state)
             if limit is not None and now - job.since > limit:
-                self._fail_job(job, "WorkerLost", f"no end within {limit:.0f} s of {self._why(job, now)}")
+                self._fail_job(job, "WorkerLost", f"it waited too long: {self._why(job, now)[0]}")
 
     def _reload(self, job: Job) -> None:
         """Tells the workers of a job about its new incarnation."""
@@ -710,25 +723,20 @@ class Controller:
         rollout = self.orchestrator.jobs.get(job.name)
         self._note_episodes(job)
         job.device_share = self._device.share_of(job.name)
-        return job.status(rollout.queue_lengths() if rollout else {}, self._why(job, now))
+        told = "" if job.is_over else told_in_one_line(*self._why(job, now))
+        return job.status(rollout.queue_lengths() if rollout else {}, told)
 
-    def _why(self, job: Job, now: float) -> str:
-        if job.is_over:
-            return ""
-        if job.state == PAUSED:
-            return "pause: waits to be resumed"
-        if job.state == PAUSING:
-            return "pause: what is in training is trained and saved"
-        if job.state == FINISHING:
-            return "export: the last checkpoint and the adapter are being written"
-        if job.state == RUNNING:
+    def why(self, name: str) -> tuple[Wait, int] | None:
+        """Returns (what a job waits for longest, how many things more it waits for); None for one that is over or not here."""
+        job = self.jobs.get(name)
+        return None if job is None or job.is_over else self._why(job, time.monotonic())
+
+    def _why(self, job: Job, now: float) -> tuple[Wait, int]:
+        if job.state == RUNNING and job.name in self.orchestrator.jobs:
             return self.orchestrator.why(job.name, now)
         if self._suspects.is_held(job.name):
-            return f"start: {self._suspects.why()}"
-        missing = job.missing()
-        compiled, programs = self._device.programs
-        progress = f" ({compiled} of {programs} programs compiled)" if "device" in missing and programs else ""
-        return f"start: waits for {' and '.join(missing)}{progress}"
+            return Wait("start", self._suspects.why(), "the controller", now - job.since, START_TIMEOUT_S), 0
+        return waiting(job, self._device.programs, now, LIMITS.get(job.state)), 0
 
     def _note_episodes(self, job: Job) -> None:
         rollout = self.orchestrator.jobs.get(job.name)

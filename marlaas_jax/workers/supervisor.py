@@ -35,6 +35,7 @@ EXIT_CRASHED = 1  # an exception that nobody caught
 EXIT_BAD_CONFIG = 2  # would fail the same way again: never restarted
 EXIT_CONTROLLER_GONE = 3  # the worker lost the controller, or was given up by it
 EXIT_ORPHANED = lifeline.EXIT_ORPHANED
+KILLED_S = 15.0  # for the kernel to end what was killed
 MAX_DOUBLINGS = 30  # of a pause; its limit is reached long before
 EXIT_BLOCKED = 5  # an environment blocked its worker's event loop
 
@@ -158,7 +159,10 @@ class Supervisor:
             except TimeoutError:
                 if worker._process is not None:
                     _signal_group(worker._process, signal.SIGKILL)
-                await worker._ended.wait()
+                try:
+                    await asyncio.wait_for(worker._ended.wait(), KILLED_S)
+                except TimeoutError:  # the kernel holds it, on a disk that does not answer say
+                    log.error("worker not gone after SIGKILL name=%s pid=%d", worker.spec.name, worker.pid)
         self.workers.pop(worker.spec.name, None)
         worker.output.close()
 

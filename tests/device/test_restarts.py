@@ -1,5 +1,7 @@
 """Jobs that come back to a device that is not the one they left: another step, other slots, another rank, other buckets."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -29,6 +31,13 @@ def add(harness, name, incarnation, step=-1):
     job = next(job for job in harness.config.jobs if job.name == name)
     document = job.model_dump_json().encode()
     return harness.device.handle(AddJob(name, incarnation, document, str(harness.tmp_path / name), resume=True, step=step))
+
+
+def train(harness, name, step, **options):
+    """Trains a batch and waits until it is committed."""
+    answers = harness.train(name, step, **options)
+    harness.device._jobs[name].checkpoints.wait()
+    return answers
 
 
 def saved(harness, name):
@@ -67,13 +76,12 @@ def left(tmp_path_factory):
 def test_weights_moments_and_counters_come_back_bit_for_bit_on_another_runtime(make, left, tmp_path, changes):
     folder, config, states = left
     harness = make(with_runtime(config, changes))
-    harness.tmp_path = folder
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     for name in "abc":
         (ready,) = add(harness, name, incarnation=1)
         assert isinstance(ready, JobReady) and (ready.step, ready.version) == (NUM_STEPS, NUM_STEPS)
     for name in "abc":
         assert_same(saved(harness, name), states[name])
-    harness.tmp_path = tmp_path  # what follows is not committed into the folder that the tests share
     for name in "abc":
         assert not failures(harness.train(name, NUM_STEPS, incarnation=1))
 
@@ -83,7 +91,7 @@ def test_a_rollback_reads_the_step_that_was_asked_for_and_then_removes_the_newer
     harness.add("a")
     at = {}
     for step in range(4):
-        harness.train("a", step)
+        train(harness, "a", step)
         at[step + 1] = saved(harness, "a")
     answers = harness.device.handle(PauseJob("a", 0, discard=True))
     assert isinstance(answers[-1], JobPaused)
@@ -95,7 +103,7 @@ def test_a_rollback_reads_the_step_that_was_asked_for_and_then_removes_the_newer
     assert_same(saved(harness, "a"), at[2])
     (again,) = add(harness, "a", incarnation=3, step=2)  # as after a crash right behind it
     assert again.step == 2 and harness.device._jobs["a"].checkpoints.steps() == [1, 2]
-    harness.train("a", 2, incarnation=3)
+    train(harness, "a", 2, incarnation=3)
     assert_same(saved(harness, "a"), at[3])
 
 
@@ -103,7 +111,7 @@ def test_a_step_to_go_back_to_that_cannot_be_read_costs_no_newer_one(make, tmp_p
     harness = make(run_config(1, checkpoint={"every_steps": 1, "keep": 10}))
     harness.add("a")
     for step in range(3):
-        harness.train("a", step)
+        train(harness, "a", step)
     harness.device.handle(PauseJob("a", 0))
     for file in (tmp_path / "a" / "checkpoints" / "2").rglob("*"):
         if file.is_file():
@@ -118,7 +126,7 @@ def test_a_newest_step_that_cannot_be_read_is_told_and_the_job_goes_on_from_the_
     harness = make(run_config(1, checkpoint={"every_steps": 1, "keep": 10}))
     harness.add("a")
     for step in range(3):
-        harness.train("a", step)
+        train(harness, "a", step)
     harness.device.handle(PauseJob("a", 0))
     for file in (tmp_path / "a" / "checkpoints" / "3").rglob("*"):
         if file.is_file():

@@ -87,9 +87,11 @@ async def show(api: TheApi, caller: Caller, job_id: str) -> Response:
 
 @router.get("/jobs/{job_id}/why")
 async def why(api: TheApi, caller: Caller, job_id: str) -> Response:
-    """Says in one line what a job waits for."""
+    """Says in one line what a job waits for; `wait` has its parts: stage, object, who owes it, since when, at most how long."""
     record = await api.service.job(caller, job_id)
-    return Json({"id": record.id, "state": record.state, "why": api.service.why(record)})
+    found = api.service.wait(record)
+    wait = None if found is None else asdict(found[0]) | {"others": found[1]}
+    return Json({"id": record.id, "state": record.state, "why": api.service.why(record), "wait": wait})
 
 
 @router.post("/jobs/{job_id}/pause")

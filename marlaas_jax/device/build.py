@@ -81,10 +81,11 @@ class Stages:
 Progress = Callable[[int, int], None]
 
 
-def build_stages(
-    runtime: RuntimeConfig, progress: Progress = lambda done, total: None, shelf: Shelf | None = None
-) -> Stages:
-    """Returns the stages, warmed up; the learner's paged-out jobs wait on `shelf`, None: in host memory. `progress(done, total)` counts compiled programs. Raises UserError with one sentence."""
+def build_stages(runtime: RuntimeConfig, progress: Progress = lambda done, total: None, shelf: Shelf | None = None) -> Stages:
+    """Returns the stages, warmed up; the learner's paged-out jobs wait on `shelf`, None: in host memory.
+
+    `progress(done, total)` counts compiled programs. Raises UserError with one sentence.
+    """
     use_compilation_cache()
     folder = source.resolve(runtime.model)
     dtype = resolve_dtype(runtime.dtype)

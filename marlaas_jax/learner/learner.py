@@ -6,7 +6,8 @@ may be interrupted after any of its programs. A job's version rises by `minibatc
 skipped (nothing to learn, or a gradient that is not finite), so versions keep pace with batches.
 
 Any number of jobs may be open. As many as there are slots are resident, with masters, moments and gradients on the device; the
-others' masters and moments wait on a shelf in host memory or on disk, bit for bit, until a batch of theirs is next to run (`paging`).
+others' masters and moments wait on a shelf in host memory or on disk, bit for bit, until a batch of theirs is next to run
+(`paging`).
 """
 
 import contextlib

@@ -37,24 +37,30 @@ class Shelf(Protocol):
         ...
 
 
-class HostMemory(dict[str, State]):
+class HostMemory:
     """A shelf without a bound."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, State] = {}
+
+    def __contains__(self, job: str) -> bool:
+        return job in self._states
 
     def put(self, job: str, state: State) -> None:
         """Lays a job's state down."""
-        self[job] = state
+        self._states[job] = state
 
-    def get(self, job: str) -> State:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def get(self, job: str) -> State:
         """Returns a job's state, which stays."""
-        return self[job]
+        return self._states[job]
 
     def drop(self, job: str) -> None:
         """Forgets a job's state; an unknown job is no error."""
-        self.pop(job, None)
+        self._states.pop(job, None)
 
     def gauges(self) -> dict[str, float]:
         """Returns how many lie here."""
-        return {"learner/host_jobs": len(self)}
+        return {"learner/host_jobs": len(self._states)}
 
 
 class Slots:

@@ -21,8 +21,8 @@ from marlaas_jax.messages import (
 from marlaas_jax.rollout import settings as limits
 from marlaas_jax.rollout.commands import Command, JobGivenUp, KillWorker, Note, Send, ToEnv, TurnKey
 from marlaas_jax.rollout.job import JobRollout
-from marlaas_jax.rollout.records import Wait
 from marlaas_jax.rollout.pools import Call, EpisodeKey, Pool, Worker
+from marlaas_jax.rollout.records import Wait
 from marlaas_jax.rollout.settings import RolloutSettings
 
 MAX_DEATHS_IN_A_ROW = 5  # workers of one pool lost without a single answered step in between

@@ -61,7 +61,8 @@ def episodes(
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Returns a page of episodes, the oldest first, and the cursor of the next; None: that was the last.
 
-    "is_undone" tells the episodes of steps that were rolled back. A page may hold fewer than `limit`, even none, and still not be the last: it ends after so many bytes were read.
+    "is_undone" tells the episodes of steps that were rolled back. A page may hold fewer than `limit`, even none, and still not
+    be the last: it ends after so many bytes were read.
     """
     number, offset = _parse_cursor(cursor)
     state = _state(folder)

@@ -179,9 +179,7 @@ class Controller:
             self._renderer = Renderer(tokenizer, self._on_rendered)
             async with Server("ipc") as self._server:
                 restarts = RUN_RESTARTS if self._is_strict else SERVICE_RESTARTS
-                self._processes = Processes(
-                    self._server, self.folder, self._device_module, self.runtime.env_workers, restarts
-                )
+                self._processes = Processes(self._server, self.folder, self._device_module, self.runtime.env_workers, restarts)
                 try:
                     started()
                     tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._watch_processes, self._tick_forever)]
@@ -381,7 +379,7 @@ class Controller:
             case DeviceStatus():
                 self._device.report(message)
                 if "start_s" in message.counters:
-                    self.event("device_ready", **message.counters)
+                    self.event("device_ready", figures=message.counters)
             case JobReady():
                 if self._is_current(message):
                     self.jobs[message.job].device_ready = message

@@ -46,7 +46,9 @@ class Processes:
     def start_device(self, runtime_path: Path) -> None:
         """Starts the process that owns the accelerator."""
         args = ("--runtime", str(runtime_path))
-        self._start(self.DEVICE, self._device_module, args, huge_pages.environment(os.environ), max_restarts=self._device_restarts)
+        self._start(
+            self.DEVICE, self._device_module, args, huge_pages.environment(os.environ), max_restarts=self._device_restarts
+        )
 
     def start_data_worker(self, group: str) -> None:
         """Starts a process that holds items, unless it is there."""

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 
-
 END_S = 5.0
 
 

@@ -1,6 +1,7 @@
 """A service that starts with other sizes than before: what fits goes on, what does not waits with the reason."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -11,7 +12,9 @@ from tests.workers.test_controller import environment, steps_of, tickets_of  # n
 pytestmark = pytest.mark.multiprocess
 
 
-def test_a_job_whose_rank_no_longer_fits_waits_in_the_queue_and_goes_on_when_it_does(tmp_path):
+@pytest.mark.slow
+def test_a_job_whose_rank_no_longer_fits_waits_in_the_queue_and_goes_on_when_it_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_DEVICE", json.dumps({"train_s": 0.2}))  # none of them ends before the first stop
     large = {"model": "tiny", "bank": {"max_rank": 16}}
     small = {"model": "tiny", "bank": {"max_rank": 4, "num_learner_slots": 2}, "engine": {"num_decode_slots": 4}}
 

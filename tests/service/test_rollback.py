@@ -141,7 +141,9 @@ def test_a_crash_after_the_intent_and_before_the_commit_takes_a_running_job_back
     folder = tmp_path / "data" / "jobs" / job_id
     roll_back.intend(folder, 4, now=1.0)
     asyncio.run(second(job_id))
-    assert steps_of(tmp_path / "data", job_id) == list(range(1, 31)) and tickets_of(tmp_path / "data", job_id) == list(range(60))
+    assert steps_of(tmp_path / "data", job_id) == list(range(1, 31)) and tickets_of(tmp_path / "data", job_id) == list(
+        range(60)
+    )
     incarnations = [json.loads(line)["incarnation"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert incarnations == [1] * 4 + [2] * 26
 

@@ -3,10 +3,11 @@
     python -m tests.workers.fakes --address A --runtime RUN/runtime.yaml --worker-id ID
 
 Completions are "yes" or "no", decided by seed and version, so a run is reproducible. Each job's state is a JSON file per
-committed step. $FAKE_DEVICE holds JSON; the first four are by job:
+committed step. $FAKE_DEVICE holds JSON; the first five are by job:
 `die_at` exit hard, once, when that batch is trained and not yet reported; `marker` is a file that says that it happened;
+`poison_at` exit hard, every time, when that batch is given to be trained; `commit_every` so many batches (2);
 `wrong_weights_at` the version from which on completions name other weights; `fail_at` the step that fails the job;
-`poison_at` exit hard, every time, when that batch is given to be trained; `commit_every` so many batches (2); `train_s` seconds per batch.
+`train_s` seconds per batch.
 """
 
 import argparse

@@ -90,7 +90,12 @@ class _Stream:
                 async for event in events:
                     if event is not None:
                         yield _text(self._api, event)
-                    if event is not None and self._job_id is not None and event.kind in OVER and await self._is_over(event.time):
+                    if (
+                        event is not None
+                        and self._job_id is not None
+                        and event.kind in OVER
+                        and await self._is_over(event.time)
+                    ):
                         break
                     if event is None or time.monotonic() - self._checked > HEARTBEAT_S:
                         if await self._is_over():

@@ -77,19 +77,20 @@ def test_a_hundred_jobs_end_on_eight_resident_slots(tmp_path):
         "bank": {"num_learner_slots": 9, "num_sampler_slots": 17, "max_rank": 4},
         "learner": runs.RUNTIME["learner"] | {"max_host_bytes": 2_000_000},
     }
-    limits = {
-        "max_running_jobs": 100,
-        "quotas": {"max_running_jobs": None, "max_queued_jobs": None, "max_resident_adapters": None},
-    }
+    no_limits = dict.fromkeys(("max_running_jobs", "max_queued_jobs", "max_resident_adapters"))
+    limits = {"max_running_jobs": 100, "quotas": no_limits}
     job = runs.job("upper", steps=2, lora={"rank": 4}, rollout={"group_size": 2, "groups_per_batch": 2})
     with served(tmp_path, log, runtime=runtime, **limits) as (_, client):
         start = time.monotonic()
         ids = [client.submit(job | {"name": f"job{i}", "seed": i}).id for i in range(100)]
+        most_pages = 0
         while any(not client.job(job_id).is_over for job_id in ids[::9]) or list(client.jobs(state=["running", "queued"])):
             time.sleep(1.0)
+            most_pages = max(most_pages, len(list((tmp_path / "data" / "pages").glob("*.page"))))
             assert time.monotonic() - start < 800
         states = {client.job(job_id).state for job_id in ids}
-        print(f"100 jobs of 2 steps on 8 slots: {time.monotonic() - start:.0f} s")
+        print(f"100 jobs of 2 steps on 8 slots: {time.monotonic() - start:.0f} s, at most {most_pages} of them on disk")
+    assert most_pages > 0
     assert states == {"succeeded"}, events(tmp_path, "job_failed")[:3]
     for job_id in ids:
         assert [row["step"] for row in runs.lines(tmp_path / "data" / "jobs" / job_id / "metrics.jsonl")] == [1, 2]

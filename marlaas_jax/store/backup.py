@@ -37,5 +37,4 @@ def remedy(place: str) -> str:
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(copy.stat().st_mtime))
     except (OSError, ValueError):  # also where the place is a server
         return "restore a copy of it"
-    beside = f"{place}-wal and {place}-shm"
-    return f"stop the service, remove {beside}, and put the copy of {made} in its place: mv {copy} {place}"
+    return f"with no service running, put back the copy of {made}: rm -f {place}-wal {place}-shm; mv {copy} {place}"

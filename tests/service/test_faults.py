@@ -1,7 +1,10 @@
 """What a machine does to a service: a full disk, a rotten database, a clock that jumps. Each has a stated outcome."""
 
 import asyncio
+import contextlib
+import json
 import random
+import sqlite3
 import subprocess
 import sys
 import time
@@ -11,6 +14,7 @@ import yaml
 
 from marlaas_jax.errors import CorruptFile, StorageError
 from marlaas_jax.service.quotas import DAY_S
+from marlaas_jax.store import events as event_table
 from marlaas_jax.store import jobs
 from marlaas_jax.store.engine import Store
 from tests.e2e.test_full_disk import small_disk  # noqa: F401
@@ -43,7 +47,7 @@ def test_a_rotten_database_is_one_sentence_with_the_remedy_and_exit_code_2_at_th
     asyncio.run(story())
     asyncio.run(story())  # the second start makes a copy that holds the first one's job
     rot(database)
-    command = [sys.executable, "-m", "tests.service.serve_fake", str(tmp_path / "service.yaml")]
+    command = [sys.executable, "-m", "marlaas_jax.cli.main", "serve", str(tmp_path / "service.yaml")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
     assert f"{database}: is damaged" in done.stderr and f"mv {database}.copy {database}" in done.stderr
@@ -56,26 +60,33 @@ def test_a_rotten_database_is_one_sentence_with_the_remedy_and_exit_code_2_at_th
         assert len(store.read(jobs.list_jobs).jobs) == 1, "the copy was made at the second start, before the second job"
 
 
-def test_a_database_that_rots_while_it_is_served_is_named_and_what_trains_goes_on(tmp_path):
+@pytest.mark.slow
+def test_a_database_that_rots_while_it_is_served_is_named_and_what_trains_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_DEVICE", json.dumps({"train_s": 0.2}))
+
     async def story():
         async with serving(config(tmp_path)) as service:
             ann = await tenant(service, "ann")
-            record = await service.submit(ann, of("a", steps=30), files=FILES)
+            record = await service.submit(ann, of("a", steps=100), files=FILES)
             while (await service.job(ann, record.id)).step < 3:
                 await asyncio.sleep(0.02)
-            rot(tmp_path / "data" / "marlaas.db")
-            with pytest.raises((CorruptFile, StorageError), match=r"marlaas\.db"):
-                for _ in range(50):  # pages that are in memory still are good for a while
-                    await service.submit(ann, of("b"), files=FILES)
             job = service.controller.jobs[record.id]
-            async with asyncio.timeout(60):
+            for _ in range(400):
+                await service.store.awrite(event_table.add_event, "filler", {"text": "x" * 200}, now=1.0)
+            with contextlib.closing(sqlite3.connect(tmp_path / "data" / "marlaas.db")) as connection:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            rot(tmp_path / "data" / "marlaas.db")
+            with pytest.raises(CorruptFile, match=r"marlaas\.db: is damaged .*put back the copy of"):
+                await service.store.aread(event_table.list_events, tenant_id=None)
+            assert not job.is_over
+            async with asyncio.timeout(90):
                 while not job.is_over:
                     await asyncio.sleep(0.05)
             assert job.state == "succeeded" and service.controller.has_device
             return record.id
 
     job_id = asyncio.run(story())
-    assert steps_of(tmp_path / "data", job_id) == list(range(1, 31))
+    assert steps_of(tmp_path / "data", job_id) == list(range(1, 101))
 
 
 @pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])

@@ -212,6 +212,8 @@ class LearnerSection(Section):
     block_rows: Annotated[int, Field(ge=1, le=1024)] = 8  # rollouts per block; larger groups are split, smaller ones padded
     # loss tokens per vocabulary projection; None: 64 on CPU, else 1024
     logits_chunk: Annotated[int, Field(ge=8, le=MAX_TOKENS)] | None = None
+    # weights and moments of jobs without a slot that wait in host memory; the rest waits in files; None: all in memory
+    max_host_bytes: Annotated[int, Field(ge=0, le=2**62)] | None = 4 << 30
 
 
 class RuntimeConfig(Section):

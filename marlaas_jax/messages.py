@@ -57,6 +57,7 @@ class AddJob(Message, frozen=True):
     """Opens a job on sampler and learner. `config` is the JobConfig as JSON; `job_dir` holds its checkpoints.
 
     resume: start from the newest committed step in `job_dir` if there is one. The answer is JobReady or JobFailed.
+    step: start from this committed step instead, and remove the newer ones once it is read; -1: the newest.
     """
 
     job: str
@@ -64,6 +65,7 @@ class AddJob(Message, frozen=True):
     config: bytes
     job_dir: str
     resume: bool = False
+    step: int = -1
 
 
 class RemoveJob(Message, frozen=True):
@@ -74,10 +76,11 @@ class RemoveJob(Message, frozen=True):
 
 
 class PauseJob(Message, frozen=True):
-    """Closes a job after what was sent of it is trained and saved. Answered by JobPaused."""
+    """Closes a job after what was sent of it is trained and saved, or at once with `discard`. Answered by JobPaused."""
 
     job: str
     incarnation: int
+    discard: bool = False  # what was trained since the last committed step is not wanted
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -147,6 +147,16 @@ class JobCheckpoints:
             return state
         return None
 
+    def remove_after(self, step: int) -> None:
+        """Removes every step newer than `step`, the newest first. Raises StorageError."""
+        assert not self._read_only, self.directory
+        for newer in [kept for kept in self.steps()[::-1] if kept > step]:
+            try:
+                self._manager.delete(newer)
+            except OSError as error:
+                raise StorageError(f"{self.directory / str(newer)}: cannot be removed ({error.strerror or error})") from error
+            self._rewards.pop(newer, None)
+
     def close(self) -> None:
         """Waits for the running save and frees the manager. Raises StorageError if the save failed."""
         try:

@@ -20,6 +20,7 @@ from marlaas_jax.client.records import Event, Job
 from marlaas_jax.errors import InvalidConfig
 
 SHORT_S, LONG_S = 5.0, 600.0  # patience of a command, and of one that follows a job across restarts of the service
+CLOSING_S = 150.0  # of one that waits for the device to close a job
 SUCCEEDED, OTHERWISE = 0, 1
 DONE = {"pause": "asked to pause", "resume": "queued again", "cancel": "cancelled", "delete": "deleted"}
 
@@ -129,6 +130,21 @@ def act(target: Target, action: str, job_id: str, json: bool) -> None:
     with target.client() as client:
         job: Job | None = getattr(client, action)(job_id)
     echo(json, {"id": job_id, "deleted": True} if job is None else dataclasses.asdict(job), f"{job_id}: {DONE[action]}")
+
+
+def checkpoints(target: Target, job_id: str, json: bool) -> None:
+    """Prints the committed steps of a job."""
+    with target.client() as client:
+        for entry in client.checkpoints(job_id):
+            moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["time"]))
+            echo(json, entry, f"step {entry['step']} of {moment}" + (" (rolled back)" if entry["is_undone"] else ""))
+
+
+def rollback(target: Target, job_id: str, step: int, json: bool) -> None:
+    """Takes a job back to a committed step."""
+    with target.client(CLOSING_S) as client:
+        job = client.rollback(job_id, step)
+    echo(json, dataclasses.asdict(job), f"{job_id}: is back at step {step} and {job.state}")
 
 
 def why(target: Target, job_id: str, json: bool) -> None:

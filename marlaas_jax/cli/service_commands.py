@@ -18,7 +18,7 @@ tenant_app = typer.Typer(no_args_is_help=True, help="Tenants of a service and th
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
-    for command in (serve, submit, jobs, watch, events, episodes, pause, resume, cancel, delete, why):
+    for command in (serve, submit, jobs, watch, events, episodes, pause, resume, cancel, checkpoints, rollback, delete, why):
         app.command()(command)
     app.add_typer(tenant_app, name="tenant")
 
@@ -132,6 +132,28 @@ def resume(job: JobId, url: Url = None, api_key: ApiKey = None, json: Json = Fal
 def cancel(job: JobId, url: Url = None, api_key: ApiKey = None, json: Json = False) -> None:
     """Ends a job for good; what it trained stays."""
     _act("cancel", job, url, api_key, json)
+
+
+def checkpoints(job: JobId, url: Url = None, api_key: ApiKey = None, json: Json = False) -> None:
+    """Lists the committed steps of a job that are kept."""
+    from marlaas_jax.cli import remote as command
+
+    with remote():
+        command.checkpoints(command.Target(url, api_key), job, json)
+
+
+def rollback(
+    job: JobId,
+    step: Annotated[int, typer.Argument(min=0, metavar="STEP", help="A committed step, as `marlaas checkpoints` lists them.")],
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
+    """Takes a job back to a committed step; a running job goes on from there, any other waits to be resumed."""
+    from marlaas_jax.cli import remote as command
+
+    with remote():
+        command.rollback(command.Target(url, api_key), job, step, json)
 
 
 def delete(job: JobId, url: Url = None, api_key: ApiKey = None, json: Json = False) -> None:

@@ -21,7 +21,7 @@ NAME_SHARE = 0.4  # of the width, at most
 MIN_NAME = 12
 MIN_WAITS = len("training batch 12, 46 s")  # room that further figures leave for "waits for"
 LEAST_WAITS = 8  # with less the column goes
-WAITS = re.compile(r"(?P<stage>[a-z ]+): (?P<what>.*), since (?P<seconds>[\d.]+) s \(limit \d+ s\)")
+WAITS = re.compile(r"(?P<stage>[a-z ]+): (?P<what>.*?)(, by [^;]*?)?, since (?P<seconds>[\d.]+) s \((no limit|limit \d+ s)\)")
 # stage of rollout/records.py -> what a person reads
 STAGES = {
     "train": "training {what}",
@@ -100,8 +100,10 @@ def table(jobs: Sequence[JobStatus], width: int, num_rows: int | None = None) ->
 def waits_for(text: str) -> str:
     """Returns the short form of what a job waits for: "training batch 3, 46 s"."""
     found = WAITS.match(text)
-    if found is None or found["stage"] not in STAGES:
+    if found is None:
         return text
+    if found["stage"] not in STAGES:
+        return f"{found['stage']}: {found['what']}, {float(found['seconds']):.0f} s"
     what = found["what"].partition(" (")[0]  # without how many more there are
     return f"{STAGES[found['stage']].format(what=what)}, {float(found['seconds']):.0f} s"
 

@@ -91,6 +91,10 @@ class AsyncClient:
         """Ends a job for good; what it trained stays."""
         return Job.of(await self._wire.json("POST", f"{_path(job_id)}/cancel"))
 
+    async def rollback(self, job_id: str, step: int) -> Job:
+        """Takes a job back to a committed step, one of `checkpoints`. A running job goes on; any other waits to be resumed."""
+        return Job.of(await self._wire.json("POST", f"{_path(job_id)}/rollback", body={"step": step}))
+
     async def clone(
         self,
         job_id: str,

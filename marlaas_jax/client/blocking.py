@@ -102,6 +102,7 @@ class Client:
     pause = _blocking(AsyncClient.pause)
     resume = _blocking(AsyncClient.resume)
     cancel = _blocking(AsyncClient.cancel)
+    rollback = _blocking(AsyncClient.rollback)
     clone = _blocking(AsyncClient.clone)
     delete = _blocking(AsyncClient.delete)
     events = _iterating(AsyncClient.events)

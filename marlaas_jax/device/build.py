@@ -11,9 +11,11 @@ import jax
 
 from marlaas_jax.config import RuntimeConfig
 from marlaas_jax.device.colocated import ColocatedDevice
+from marlaas_jax.device.pages import Pages
 from marlaas_jax.engine.engine import EngineSettings
 from marlaas_jax.engine.sampler import Sampler
 from marlaas_jax.learner.learner import Learner
+from marlaas_jax.learner.paging import Shelf
 from marlaas_jax.lora.readme import Base
 from marlaas_jax.model import load, source
 from marlaas_jax.model.config import ModelConfig
@@ -30,7 +32,7 @@ def use_compilation_cache() -> None:
     """Keeps compiled programs on disk between starts, unless the caller's JAX_COMPILATION_CACHE_DIR says where."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(source.cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # a start compiles hundreds of small programs too
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
@@ -79,8 +81,11 @@ class Stages:
 Progress = Callable[[int, int], None]
 
 
-def build_stages(runtime: RuntimeConfig, progress: Progress = lambda done, total: None) -> Stages:
-    """Returns the stages, warmed up. `progress(done, total)` counts compiled programs. Raises UserError with one sentence."""
+def build_stages(runtime: RuntimeConfig, progress: Progress = lambda done, total: None, shelf: Shelf | None = None) -> Stages:
+    """Returns the stages, warmed up; the learner's paged-out jobs wait on `shelf`, None: in host memory.
+
+    `progress(done, total)` counts compiled programs. Raises UserError with one sentence.
+    """
     use_compilation_cache()
     folder = source.resolve(runtime.model)
     dtype = resolve_dtype(runtime.dtype)
@@ -93,6 +98,7 @@ def build_stages(runtime: RuntimeConfig, progress: Progress = lambda done, total
         runtime,
         clock=time.monotonic,
         sampler_dtype=dtype,
+        shelf=shelf,
     )
     total = learner.sizes.num_programs + len(sampler.engine.buckets.programs())
     done = 0
@@ -111,9 +117,9 @@ def build_stages(runtime: RuntimeConfig, progress: Progress = lambda done, total
     return Stages(folder, model, dtype, tokenizer, sampler, learner)
 
 
-def build(runtime: RuntimeConfig, progress: Progress = lambda done, total: None) -> ColocatedDevice:
-    """Returns the device, warmed up; as `build_stages`."""
-    stages = build_stages(runtime, progress)
+def build(runtime: RuntimeConfig, pages: Path, progress: Progress = lambda done, total: None) -> ColocatedDevice:
+    """Returns the device, warmed up; as `build_stages`. Paged-out jobs beyond `learner.max_host_bytes` wait in `pages`."""
+    stages = build_stages(runtime, progress, Pages(pages, runtime.learner.max_host_bytes))
     template = None if runtime.chat_template is None else Path(runtime.chat_template).read_text()
     canary = stages.tokenizer.encode(CANARY_TEXT)[: min(CANARY_TOKENS, runtime.engine.max_context)]
     return ColocatedDevice(

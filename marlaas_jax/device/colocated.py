@@ -226,12 +226,12 @@ class ColocatedDevice:
             return [_failed(message.job, message.incarnation, error)]
         job = _Job(config, message.incarnation, spec, checkpoints, {}, saved_at_s=self._clock())
         self._jobs[message.job] = job
-        return self._guarded(job, lambda: self._begin(job, message.resume))
+        return self._guarded(job, lambda: self._begin(job, message))
 
-    def _begin(self, job: _Job, resume: bool) -> list[Message]:
+    def _begin(self, job: _Job, message: AddJob) -> list[Message]:
         """Gives a new job its weights, or those that it had, and publishes them."""
         config, spec, checkpoints = job.config, job.spec, job.checkpoints
-        state = checkpoints.restore(repair=True) if resume else None
+        state, warnings = initial.restored(checkpoints, message)
         if state is not None:
             require_same(self._identity, state.identity, "this run's", f"the one of {checkpoints.directory}")
             initial.require_same_adapter(spec, initial.spec_of(state), f"the checkpoints in {checkpoints.directory}")
@@ -244,7 +244,8 @@ class ColocatedDevice:
             self._learner.add_job(config.name, job.incarnation, config, spec, weights=start)
         snapshot = self._publish(job, config.name)
         record = receipt.receipt(self._model, spec).to_dict()
-        return [JobReady(config.name, job.incarnation, job.step, snapshot.version, job.ledger, snapshot.fingerprint, record)]
+        ready = JobReady(config.name, job.incarnation, job.step, snapshot.version, job.ledger, snapshot.fingerprint, record)
+        return [*warnings, ready]
 
     def _train(self, job: _Job, batch: TrainBatch) -> list[Message]:
         if batch.step != job.step + len(job.ledgers) and batch.step not in job.ledgers:
@@ -297,6 +298,9 @@ class ColocatedDevice:
         return [*out, JobFinished(message.job, job.incarnation, job.step, str(folder))]
 
     def _pause(self, job: _Job, message: PauseJob) -> list[Message]:
+        if message.discard:
+            saved = max(job.checkpoints.steps(), default=0)
+            return [*self._close(message.job), JobPaused(message.job, job.incarnation, saved)]
         job.is_pausing = True
         return self._close_paused(job)
 

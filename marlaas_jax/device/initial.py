@@ -11,6 +11,7 @@ from marlaas_jax.errors import CorruptFile, InvalidConfig, NotFound, StorageErro
 from marlaas_jax.learner.state import unflatten
 from marlaas_jax.lora import peft_format
 from marlaas_jax.lora.adapter import AdapterSpec, Weights, init_weights
+from marlaas_jax.messages import AddJob, JobWarning
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.model.disk import read_json
 from marlaas_jax.model.identity import require_same
@@ -60,6 +61,29 @@ def _read_step(source: str, folder: Path, step: int | None) -> tuple[JobState | 
     finally:
         checkpoints.close()
     return state, state is not None and state.step == (steps[-1] if step is None else step)
+
+
+def restored(checkpoints: JobCheckpoints, message: AddJob) -> tuple[JobState | None, list[JobWarning]]:
+    """Returns (the committed state that a job goes on from, what its owner should know of it); None: it starts afresh.
+
+    A step that was asked for must be readable, and the newer ones go once it was read. Without one it is the newest that can
+    be read. Raises CorruptFile or NotFound.
+    """
+    if not message.resume:
+        return None, []
+    steps = checkpoints.steps()
+    if message.step >= 0:
+        if message.step not in steps:
+            kept = ", ".join(map(str, steps)) or "none"
+            raise NotFound(f"{checkpoints.directory}: step {message.step} is not kept; kept: {kept}")
+        state = checkpoints.restore(message.step)
+        checkpoints.remove_after(message.step)
+        return state, []
+    state = checkpoints.restore(repair=True)
+    if state is None or state.step == steps[-1]:
+        return state, []
+    text = f"{checkpoints.directory / str(steps[-1])}: the checkpoint cannot be read; the job goes on from step {state.step}"
+    return state, [JobWarning(message.job, message.incarnation, text)]
 
 
 def spec_of_job(job: JobConfig) -> AdapterSpec:

@@ -6,7 +6,8 @@ may be interrupted after any of its programs. A job's version rises by `minibatc
 skipped (nothing to learn, or a gradient that is not finite), so versions keep pace with batches.
 
 Any number of jobs may be open. As many as there are slots are resident, with masters, moments and gradients on the device; the
-others' masters and moments wait in host memory, bit for bit, until a batch of theirs is next to run (`paging`).
+others' masters and moments wait on a shelf in host memory or on disk, bit for bit, until a batch of theirs is next to run
+(`paging`).
 """
 
 import contextlib
@@ -20,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from marlaas_jax.config import JobConfig, RuntimeConfig
-from marlaas_jax.errors import CorruptFile, InternalError, InvalidRequest, NotFound, WrongWeights
+from marlaas_jax.errors import CorruptFile, InternalError, InvalidRequest, NotFound, UserError, WrongWeights
 from marlaas_jax.fairness import Shares
 from marlaas_jax.learner import buckets, figures, rows, state
 from marlaas_jax.learner.batch import SCORE_BASE, SCORE_PROXIMAL, TRAIN, Batch, Work
 from marlaas_jax.learner.buckets import LearnerSizes
 from marlaas_jax.learner.cost import CostModel, Unit, update_unit
 from marlaas_jax.learner.executor import Chain, Executor
-from marlaas_jax.learner.paging import Slots
+from marlaas_jax.learner.paging import HostMemory, Shelf, Slots
 from marlaas_jax.learner.schedule import learning_rate
 from marlaas_jax.learner.warmup import warm
 from marlaas_jax.lora.adapter import AdapterSpec, Weights, init_weights
@@ -49,7 +50,6 @@ class _Job:
     config: JobConfig
     spec: AdapterSpec
     objective: Objective
-    paged: tuple[Weights, Weights, Weights] | None = None  # weights and moments, NumPy, while it has no slot
     step: int = 0  # batches trained
     version: int = 0  # optimizer steps, skipped ones included
     count: int = 0  # optimizer steps applied
@@ -83,11 +83,14 @@ class Learner:
         max_rank: int,
         clock: Callable[[], float],
         sampler_dtype: Any = jnp.float32,
+        shelf: Shelf | None = None,
     ):
         self.sizes = sizes
         self._model, self._clock, self._dtype = model, clock, jnp.dtype(sampler_dtype)
         self._executor = Executor(model, params, sizes, num_slots, max_rank)
         self._slots = Slots(num_slots)
+        self._shelf: Shelf = HostMemory() if shelf is None else shelf
+        self._failures: list[JobFailed] = []  # of jobs that could not be paged in, until `step` returns them
         self._jobs: dict[str, _Job] = {}
         self._shares = Shares()
         self.busy_by_job_s: dict[str, float] = defaultdict(float)  # of micro-batches, each block its part
@@ -107,6 +110,7 @@ class Learner:
         *,
         clock: Callable[[], float],
         sampler_dtype: Any,
+        shelf: Shelf | None = None,
     ) -> "Learner":
         """Returns the learner that a runtime describes; its number of slots must be filled in (`RuntimeConfig.sized_for`)."""
         sizes = buckets.plan(
@@ -119,8 +123,9 @@ class Learner:
         num_slots = runtime.bank.num_learner_slots
         assert num_slots is not None
         return cls(
-            model, params, sizes, num_slots=num_slots, max_rank=runtime.bank.max_rank, clock=clock, sampler_dtype=sampler_dtype
-        )
+            model, params, sizes, num_slots=num_slots, max_rank=runtime.bank.max_rank, clock=clock,
+            sampler_dtype=sampler_dtype, shelf=shelf,
+        )  # fmt: skip
 
     # ---- jobs
 
@@ -147,7 +152,7 @@ class Learner:
             weights = init_weights(self._model, spec, executor.max_rank)
         slot = self._slots.take(job)
         if slot is None:
-            added.paged = weights, first, second
+            self._shelf.put(job, (weights, first, second))
         else:
             executor.place(slot, weights, first, second, spec.scale)
         self._jobs[job] = added
@@ -157,6 +162,7 @@ class Learner:
         """Closes a job and wipes its slot: weights, moments, gradients, counters (H02). An unknown job is no error."""
         self._jobs.pop(job, None)
         self._shares.remove(job)
+        self._shelf.drop(job)
         slot = self._slots.release(job)
         if slot is None:
             return
@@ -198,6 +204,9 @@ class Learner:
             if due := self._due():
                 return self._update(due[: self.sizes.update_buckets[-1]], start)
             ready, paging_s = self._admit()
+            if self._failures:
+                failures, self._failures = self._failures, []
+                return [*failures]
             if not ready:
                 return []
             self._running = self._start(ready)
@@ -248,24 +257,33 @@ class Learner:
         seconds = 0.0
         if admitted and admitted[0] not in self._slots:
             start = self._clock()
-            self._page_in(admitted[0], self._slots.leaving(queue, held))
+            try:
+                self._page_in(admitted[0], self._slots.leaving(queue, held))
+            except UserError as error:  # its state on the disk is damaged or gone: that is this job's end alone
+                self._fail(self._jobs[admitted[0]], error)
             seconds = self._clock() - start
             self._paging_s += seconds
         return [self._jobs[name] for name in admitted if name in self._slots], seconds
 
     def _page_in(self, job: str, leaving: str | None) -> None:
-        """Moves a job from host memory into a free slot, or into that of `leaving`, which moves to host memory, and waits."""
-        executor, entering = self._executor, self._jobs[job]
+        """Moves a job from the shelf into a free slot, or into that of `leaving`, which moves to the shelf, and waits."""
+        executor, state = self._executor, self._shelf.get(job)
+        self._shelf.drop(job)
         if leaving is not None:
-            self._jobs[leaving].paged = executor.extract(self._slots[leaving])
+            self._shelf.put(leaving, executor.extract(self._slots[leaving]))
             self._slots.release(leaving)
             self.counters["page_outs"] += 1
         slot = self._slots.take(job)
-        assert slot is not None and entering.paged is not None, f"job {job!r} cannot be paged in"
-        executor.place(slot, *entering.paged, entering.spec.scale)
-        entering.paged = None
+        assert slot is not None, f"job {job!r} cannot be paged in"
+        executor.place(slot, *state, self._jobs[job].spec.scale)
         jax.block_until_ready(executor.masters)
         self.counters["page_ins"] += 1
+
+    def _fail(self, job: _Job, error: UserError) -> None:
+        job.failed = True
+        job.batches.clear()
+        reason = f"{error}; its checkpoints are whole: roll it back to the newest to go on"
+        self._failures.append(JobFailed(job.name, job.incarnation, type(error).__name__, reason))
 
     def _start(self, ready: list[_Job]) -> _Running:
         """Takes blocks of one shape and kind from the jobs that may run and makes them a micro-batch."""
@@ -446,17 +464,18 @@ class Learner:
             "learner/page_ins": self.counters["page_ins"],
             "learner/page_outs": self.counters["page_outs"],
             "learner/paging_s": self._paging_s,
+            **self._shelf.gauges(),
         }
 
     def _arrays_of(self, job: _Job) -> tuple[Weights, Weights, Weights]:
         """Returns (weights, first, second) of a job as NumPy arrays, wherever they are."""
-        return job.paged or self._executor.extract(self._slots[job.name])
+        return self._shelf.get(job.name) if job.name in self._shelf else self._executor.extract(self._slots[job.name])
 
     def _slot_of(self, job: _Job) -> contextlib.AbstractContextManager[int]:
         """Returns the slot in which a job's masters stand as long as the context is open; a paged-out job is a guest there."""
-        if job.paged is None:
+        if job.name not in self._shelf:
             return contextlib.nullcontext(self._slots[job.name])
-        return self._executor.guest(job.paged[0], job.spec.scale)
+        return self._executor.guest(self._shelf.get(job.name)[0], job.spec.scale)
 
     def _job(self, job: str) -> _Job:
         if job not in self._jobs:

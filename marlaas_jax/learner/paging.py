@@ -8,6 +8,59 @@ furthest behind has the next slot that comes free, and no slot is held for longe
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from marlaas_jax.lora.adapter import Weights
+
+State = tuple[Weights, Weights, Weights]  # one job's weights and moments, NumPy
+
+
+class Shelf(Protocol):
+    """Where the state of jobs without a slot waits, bit for bit. Reading may raise CorruptFile or StorageError."""
+
+    def __contains__(self, job: str) -> bool: ...
+
+    def put(self, job: str, state: State) -> None:
+        """Lays a job's state down."""
+        ...
+
+    def get(self, job: str) -> State:
+        """Returns a job's state, which stays."""
+        ...
+
+    def drop(self, job: str) -> None:
+        """Forgets a job's state; an unknown job is no error."""
+        ...
+
+    def gauges(self) -> dict[str, float]:
+        """Returns what lies where."""
+        ...
+
+
+class HostMemory:
+    """A shelf without a bound."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, State] = {}
+
+    def __contains__(self, job: str) -> bool:
+        return job in self._states
+
+    def put(self, job: str, state: State) -> None:
+        """Lays a job's state down."""
+        self._states[job] = state
+
+    def get(self, job: str) -> State:
+        """Returns a job's state, which stays."""
+        return self._states[job]
+
+    def drop(self, job: str) -> None:
+        """Forgets a job's state; an unknown job is no error."""
+        self._states.pop(job, None)
+
+    def gauges(self) -> dict[str, float]:
+        """Returns how many lie here."""
+        return {"learner/host_jobs": len(self._states)}
 
 
 class Slots:

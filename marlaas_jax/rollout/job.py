@@ -113,17 +113,16 @@ class JobRollout:
         sent = self.book.open_step - self.book.steps_done
         if sent:
             what = f"batch {self.book.steps_done}" + (f" (and {sent - 1} more)" if sent > 1 else "")
-            found.append(Wait("train", what, now - self._last_trained, limits.TRAIN_TIMEOUT_S))
+            found.append(Wait("train", what, "the device", now - self._last_trained, limits.TRAIN_TIMEOUT_S))
         return sorted(found, key=lambda wait: -wait.since_s)
 
-    def why(self, now: float) -> str:
-        """Returns in one line what the job waits for."""
+    def why(self, now: float) -> tuple[Wait, int]:
+        """Returns (what the job waits for longest, how many things more it waits for)."""
         waits = self.waits(now)
-        if self.state != "running":
-            return self.state
         if not waits:
-            return "episodes: nothing runs; waits for its share of the environment workers"
-        return str(waits[0]) + (f"; {len(waits) - 1} more wait" if len(waits) > 1 else "")
+            what = "its share of the environment workers, while nothing of it runs"
+            waits = [Wait("episodes", what, "the controller", now - self._last_trained, None)]
+        return waits[0], len(waits) - 1
 
     def queue_lengths(self) -> dict[str, int]:
         """Returns how many episodes are in each stage, and the groups that are ready or being trained."""

@@ -22,6 +22,7 @@ from marlaas_jax.rollout import settings as limits
 from marlaas_jax.rollout.commands import Command, JobGivenUp, KillWorker, Note, Send, ToEnv, TurnKey
 from marlaas_jax.rollout.job import JobRollout
 from marlaas_jax.rollout.pools import Call, EpisodeKey, Pool, Worker
+from marlaas_jax.rollout.records import Wait
 from marlaas_jax.rollout.settings import RolloutSettings
 
 MAX_DEATHS_IN_A_ROW = 5  # workers of one pool lost without a single answered step in between
@@ -54,6 +55,7 @@ class Orchestrator:
         """A worker of the pool has loaded the job's environment."""
         if job not in self._pool_of:
             return
+        self.pools[pool].since = now
         worker = self.pools[pool].workers.setdefault(worker_id, Worker(worker_id, last_answer=now))
         self._workers[worker_id] = self.pools[pool]
         worker.jobs.add(job)
@@ -164,15 +166,13 @@ class Orchestrator:
         commands, self._commands = self._commands, []
         return commands
 
-    def why(self, job: str, now: float) -> str:
-        """Returns in one line what the job waits for."""
-        rollout = self.jobs.get(job)
-        pool = self.pools.get(self._pool_of.get(job, ""))
-        if rollout is None:
-            return "start: its model, data and environment are being loaded"
-        if pool is not None and not any(job in worker.jobs for worker in pool.workers.values()) and rollout.state == "running":
-            after = f" (last: {pool.last_death})" if pool.last_death else ""
-            return f"env worker: pool {pool.name} has no worker ready{after}"
+    def why(self, job: str, now: float) -> tuple[Wait, int]:
+        """Returns (what a job with rollouts waits for longest, how many things more it waits for)."""
+        rollout = self.jobs[job]
+        pool = self.pools[self._pool_of[job]]
+        if not any(job in worker.jobs for worker in pool.workers.values()):
+            after = f" (the last ended: {pool.last_death})" if pool.last_death else ""
+            return Wait("env worker", f"a ready worker of pool {pool.name}{after}", "the supervisor", now - pool.since, None), 0
         return rollout.why(now)
 
     # ---- inside
@@ -223,7 +223,7 @@ class Orchestrator:
 
     def _count_death(self, pool: Pool, reason: str, now: float) -> None:
         pool.deaths_in_a_row += 1
-        pool.last_death = reason
+        pool.last_death, pool.since = reason, now
         if pool.deaths_in_a_row < MAX_DEATHS_IN_A_ROW:
             return
         text = f"{pool.deaths_in_a_row} environment workers in a row were lost without answering a step, last: {reason}"

@@ -56,6 +56,7 @@ class Pool:
     waiting: collections.deque[EnvReset] = dataclasses.field(default_factory=collections.deque)
     deaths_in_a_row: int = 0  # workers lost since a step was last answered
     last_death: str = ""
+    since: float = 0.0  # when a worker came or went last
 
     @property
     def capacity(self) -> int:

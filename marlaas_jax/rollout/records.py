@@ -11,20 +11,29 @@ from marlaas_jax.rollout.episodes import OUTCOMES, Episode
 from marlaas_jax.rollout.groups import Group
 from marlaas_jax.rollout.settings import RolloutSettings
 
+OWNERS = {
+    "env worker": "the environment workers, all busy",
+    "reset": "an environment worker",
+    "step": "an environment worker",
+    "render": "the controller",
+    "generate": "the device",
+}
 STAGES = ("item", "reset", "render", "gather", "generate", "step")
 
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """One thing that waits: the stage, the object, how long already and how long at most."""
+    """One thing that waits: the stage, the object, who owes the answer, how long already and how long at most."""
 
     stage: str
     what: str
+    owner: str
     since_s: float
-    limit_s: float
+    limit_s: float | None  # None: somebody must act, and there is no deadline for that
 
     def __str__(self) -> str:
-        return f"{self.stage}: {self.what}, since {self.since_s:.1f} s (limit {self.limit_s:.0f} s)"
+        limit = "no limit" if self.limit_s is None else f"limit {self.limit_s:.0f} s"
+        return f"{self.stage}: {self.what}, by {self.owner}, since {self.since_s:.1f} s ({limit})"
 
 
 class Tally:
@@ -87,12 +96,13 @@ def episode_waits(groups: Iterable[Group], settings: RolloutSettings, now: float
     found = []
     for group in groups:
         if group.item_request:
-            found.append(Wait("item", f"{group.split} item {group.ticket}", now - group.since, limits.ITEM_TIMEOUT_S))
+            what = f"{group.split} item {group.ticket}"
+            found.append(Wait("item", what, "the data worker", now - group.since, limits.ITEM_TIMEOUT_S))
         for episode in group.episodes:
             if episode.stage in limit:
                 stage = "env worker" if episode.stage == "reset" and not episode.on_worker else episode.stage
                 what = f"episode {episode.episode_id} attempt {episode.attempt} turn {episode.turn}"
-                found.append(Wait(stage, what, now - episode.since, limit[episode.stage]))
+                found.append(Wait(stage, what, OWNERS[stage], now - episode.since, limit[episode.stage]))
     return found
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from marlaas_jax.errors import InvalidRequest, NotFound
+from marlaas_jax.errors import CorruptFile, InvalidRequest, NotFound
+from marlaas_jax.workers import roll_back
+from marlaas_jax.workers.controller_files import State, read_state
 
 BLOCK_BYTES = 256 << 10
 MAX_SCANNED_BYTES = 8 << 20  # of episodes, for one page
@@ -36,10 +38,12 @@ class EpisodeFilter:
 
 
 def metrics_lines(folder: Path, first_step: int, last_step: int | None) -> Iterator[bytes]:
-    """Yields blocks of the lines of metrics.jsonl between two steps, inclusive."""
+    """Yields blocks of the lines of metrics.jsonl between two steps, inclusive; none of steps that were rolled back."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return
+    if (back_to := roll_back.pending(_state(folder))) is not None:
+        last_step = back_to if last_step is None else min(last_step, back_to)
     block = bytearray()
     with path.open("rb") as file:
         for _, line, record in _records(file):
@@ -57,9 +61,11 @@ def episodes(
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Returns a page of episodes, the oldest first, and the cursor of the next; None: that was the last.
 
-    A page may hold fewer than `limit`, even none, and still not be the last: it ends after so many bytes were read.
+    "is_undone" tells the episodes of steps that were rolled back. A page may hold fewer than `limit`, even none, and still not
+    be the last: it ends after so many bytes were read.
     """
     number, offset = _parse_cursor(cursor)
+    state = _state(folder)
     found: list[dict[str, Any]] = []
     scanned = 0
     for segment in sorted(folder.glob("episodes-*.jsonl")):
@@ -76,24 +82,31 @@ def episodes(
             for end, line, record in _records(file):
                 scanned += len(line)
                 if which.takes(record, groups_per_batch):
-                    found.append(record)
+                    step = _step(record, groups_per_batch)
+                    found.append(record | {"is_undone": roll_back.is_undone(step, record.get("incarnation", 0), state)})
                 if len(found) >= limit or scanned >= MAX_SCANNED_BYTES:
                     return found, f"{segment_number}.{end}"
     return found, None
 
 
 def checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """Returns the committed steps, the oldest first; one that is being written has another name until it is complete."""
-    names = {path: path.stem.removeprefix("step-") for path in (folder / "checkpoints").glob("*")}
-    steps = [(int(name), path) for path, name in names.items() if name.isdigit() and path.suffix != ".tmp"]
-    return [{"step": step, "time": path.stat().st_mtime} for step, path in sorted(steps) if path.exists()]
+    """Returns the committed steps, the oldest first; "is_undone": after the step that the job was rolled back to.
+
+    Undone steps are there until the job goes on: so long it may still be rolled back to one of them.
+    """
+    back_to = roll_back.pending(_state(folder))
+    return [
+        {"step": step, "time": path.stat().st_mtime, "is_undone": back_to is not None and step > back_to}
+        for step, path in roll_back.committed(folder).items()
+        if path.exists()
+    ]
 
 
 def adapter_files(folder: Path) -> list[Path]:
     """Returns the files of the job's adapter in PEFT form. Raises NotFound before it is written."""
     adapter = folder / "adapter"
     files = sorted(path for path in adapter.rglob("*") if path.is_file())
-    if not files:
+    if not files or roll_back.pending(_state(folder)) is not None:
         raise NotFound(f"{folder.name}: has no adapter yet; it is written when the job has succeeded")
     return files
 
@@ -109,6 +122,14 @@ def zipped(files: list[Path], base: Path) -> Iterator[bytes]:
                     target.write(block)
                     yield sink.take()
     yield sink.take()
+
+
+def _state(folder: Path) -> State:
+    """Returns the job's state.json; an empty one where there is none yet, or none that can be read."""
+    try:
+        return cast(State, read_state(folder / "state.json"))
+    except CorruptFile:
+        return {}
 
 
 class _Sink:

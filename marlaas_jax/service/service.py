@@ -21,13 +21,16 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from marlaas_jax.config import JobConfig
-from marlaas_jax.errors import InvalidRequest, MarlaasError, NotFound, QuotaExceeded, StorageError
+from marlaas_jax.config import JobConfig, validate
+from marlaas_jax.errors import CorruptFile, InvalidRequest, MarlaasError, NotFound, QuotaExceeded, StorageError
+from marlaas_jax.rollout.records import Wait
 from marlaas_jax.service.admission import Admission, QueuedJob, TenantState, reasons
 from marlaas_jax.service.config import ServiceConfig, check_fits
 from marlaas_jax.service.events import EventStream
 from marlaas_jax.service.files import check_upload, localized, move_upload, write_upload
+from marlaas_jax.service.fitting import Fitting
 from marlaas_jax.service.quotas import Load, Quotas, why_refused
+from marlaas_jax.service.rollback import LEAVE_S, Rollbacks
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store import tenants as tenant_table
 from marlaas_jax.store.engine import Store
@@ -36,6 +39,7 @@ from marlaas_jax.store.tenants import Tenant
 from marlaas_jax.workers.controller import DEVICE_MODULE, Controller
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_status import FAILED, PAUSED, JobStatus
+from marlaas_jax.workers.controller_why import told_in_one_line
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +75,9 @@ class Service:
             on_over=self._on_over,
             device_module=device_module,
         )
+        self._fitting = Fitting(self.controller.runtime)
+        self._rollbacks = Rollbacks(self.controller, store, self.folder, clock)
+        self._admitting = asyncio.Lock()
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> None:
         """Takes up what an earlier process left, calls `ready`, serves until `drain`. Raises UserError for a bad start."""
@@ -82,8 +89,10 @@ class Service:
 
         def started() -> None:
             self.controller.start_device()
-            for record in self._records.values():
-                if record.state == "running":
+            for record in [record for record in self._records.values() if record.state == "running"]:
+                if fault := self._fitting.fault(record):
+                    self._spawn(self._move(record, "queued", ("running",), fault))
+                else:
                     self._start(record)
             self._spawn(self._admit_forever())
             ready()
@@ -206,6 +215,44 @@ class Service:
             self.controller.cancel(job_id, "cancelled by its owner")
         return record
 
+    async def rollback(
+        self,
+        tenant: Tenant,
+        job_id: str,
+        step: int,
+        also: Callable[[sa.Connection, JobRecord], object] = lambda connection, record: None,
+    ) -> JobRecord:
+        """Takes a job back to a committed step. Raises NotFound, or InvalidRequest with the steps that there are.
+
+        A running job goes on from there; any other waits to be resumed. `also` runs in the transaction that commits it.
+        """
+        record = await self.job(tenant, job_id)
+        with self._rollbacks.claimed(record):
+            async with self._admitting:  # nobody is being started from here on who was not seen above
+                record = await self.job(tenant, job_id)
+            self._tenants[record.tenant_id] = await self.store.aread(tenant_table.get_tenant, record.tenant_id)
+            try:
+                moved = await self._rollbacks.run(record, step, also)
+            except BaseException:
+                asyncio.get_running_loop().call_soon(self._take_up_again, job_id)  # when the claim is given up
+                raise
+            self._records[job_id] = moved
+        self.events.add("job_rolled_back", moved, {"step": step, "from_step": record.step})
+        if moved.state != record.state:
+            self.events.add(f"job_{moved.state}", moved, {"reason": moved.reason})
+        self._wake.set()
+        return moved
+
+    def _take_up_again(self, job_id: str) -> None:
+        """Lets a job that ran go on after a roll-back that failed."""
+        record, job = self._records.get(job_id), self.controller.jobs.get(job_id)
+        if record is None or record.state != "running":
+            return
+        if job is None or job.state == PAUSED:
+            self._start(record)
+        elif job.is_over:  # it ended while it was to be taken off the device
+            self._on_over(job)
+
     async def delete(self, tenant: Tenant, job_id: str) -> None:
         """Deletes an ended job and all its files."""
         record = await self.job(tenant, job_id)
@@ -218,15 +265,23 @@ class Service:
 
     def why(self, record: JobRecord) -> str:
         """Returns in one line what a job waits for."""
-        if (status := self.status(record.id)) is not None and status.waits_for:
-            return status.waits_for
-        if record.state != "queued":
-            return record.reason
-        return self._why_queued().get(record.id, "") or "a place is free: it starts within a second"
+        return record.reason if (found := self.wait(record)) is None else told_in_one_line(*found)
+
+    def wait(self, record: JobRecord) -> tuple[Wait, int] | None:
+        """Returns (what a job waits for longest, how many things more it waits for); None for one that is over."""
+        since_s = max(0.0, self._clock() - record.updated)
+        if record.id in self._rollbacks:
+            return Wait("roll-back", "the device closes the job", "the device", since_s, LEAVE_S), 0
+        if record.state == "queued":
+            why = self._fitting.fault(record) or self._why_queued().get(record.id, "")
+            return Wait("queue", why or "a place is free: it starts within a second", "the service", since_s, None), 0
+        if record.state == "paused":
+            return Wait("pause", "to be resumed", "its owner", since_s, None), 0
+        return self.controller.why(record.id)
 
     def quotas_of(self, tenant: Tenant) -> Quotas:
         """Returns what a tenant may use."""
-        return self.config.quotas.model_copy(update=tenant.quotas)
+        return validate(Quotas, self.config.quotas.model_dump() | dict(tenant.quotas))
 
     def tenant_changed(self, tenant: Tenant) -> None:
         """Takes over a tenant's new weight and quotas."""
@@ -256,12 +311,13 @@ class Service:
             if self._is_draining:
                 return
             for queued in self._admission.choose(self._queued(), self._tenant_states(), self._free_places()):
-                await self._admit(queued.id)
+                async with self._admitting:
+                    await self._admit(queued.id)
 
     async def _admit(self, job_id: str) -> None:
         """Starts a queued job, unless it was paused, cancelled or deleted since it was chosen."""
         record = self._records.get(job_id)
-        if record is None or record.state != "queued":
+        if record is None or record.state != "queued" or job_id in self._rollbacks:
             return
         try:
             moved = await self._move(record, "running", ("queued",))
@@ -295,7 +351,7 @@ class Service:
         return [
             QueuedJob(record.id, record.tenant_id, record.created, record.priority)
             for record in self._records.values()
-            if record.state == "queued"
+            if record.state == "queued" and record.id not in self._rollbacks and not self._fitting.fault(record)
         ]
 
     def _tenant_states(self) -> dict[str, TenantState]:
@@ -335,6 +391,8 @@ class Service:
 
     def _on_over(self, job: Job) -> None:
         record = self._records.get(job.name)
+        if self._rollbacks.on_over(job):
+            return
         if record is None or record.state != "running":
             return  # cancelled: the store knows
         if job.state == PAUSED:
@@ -354,7 +412,7 @@ class Service:
             try:
                 await self._move(record, state, ("running",), reason)
                 return
-            except StorageError as error:
+            except (StorageError, CorruptFile) as error:
                 log.warning("end not recorded job=%s reason=%s", record.id, error)
                 await asyncio.sleep(SETTLE_INTERVAL_S)
 
@@ -369,6 +427,7 @@ class Service:
             self._records[record.id] = moved
         else:
             self._records.pop(record.id, None)
+            self._fitting.forget(record.id)
             if (job := self.controller.jobs.get(record.id)) is not None and job.is_over:
                 self.controller.forget(record.id)
         self.events.add(f"job_{state}", moved, {"reason": reason} if reason else {})

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy import event, exc
 
 from marlaas_jax.errors import CorruptFile, InvalidConfig, StorageError
-from marlaas_jax.store import schema
+from marlaas_jax.store import backup, schema
 from marlaas_jax.store.failures import translated
 
 NUM_READERS = 4
@@ -88,7 +88,8 @@ def _check_file(path: Path) -> None:
     if mode != "wal":
         raise StorageError(f"{path}: its file system cannot share memory (SQLite's WAL mode); name a local disk")
     if verdict != "ok":
-        raise CorruptFile(f"{path}: is damaged ({' '.join(verdict.split())}); restore a copy of it")
+        raise CorruptFile(f"{path}: is damaged ({' '.join(verdict.split())}); {backup.remedy(str(path))}")
+    backup.make(path)
 
 
 def _listen(engine: sa.Engine, begin: str, *pragmas: str) -> None:

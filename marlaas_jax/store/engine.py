@@ -5,18 +5,20 @@ hold them by subject. One thread writes. Reads go through a few connections of t
 """
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, Self, TypeVar
 
 import sqlalchemy as sa
 
-from marlaas_jax.errors import InternalError
+from marlaas_jax.errors import InternalError, StorageError
 from marlaas_jax.store.connections import NUM_READERS, Database, connect
 from marlaas_jax.store.failures import translated
 from marlaas_jax.store.writer import Writer
 
+ANSWER_S = 60.0  # of a disk that stands still
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -65,13 +67,27 @@ class Store:
             return function(connection, *args, **kwargs)
 
     async def awrite(self, function: Callable[Concatenate[sa.Connection, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Does as `write` and waits; a cancelled caller takes back only what no transaction has taken up."""
-        return await asyncio.wrap_future(self.write(function, *args, **kwargs))
+        """Does as `write` and waits; a cancelled caller takes back only what no transaction has taken up.
+
+        Raises StorageError after ANSWER_S: then the write may or may not happen.
+        """
+        with self._answering():
+            async with asyncio.timeout(ANSWER_S):
+                return await asyncio.wrap_future(self.write(function, *args, **kwargs))
 
     async def aread(self, function: Callable[Concatenate[sa.Connection, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Does as `read`, in a thread."""
+        """Does as `read`, in a thread; raises StorageError after ANSWER_S."""
         call = functools.partial(self.read, function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._readers, call)
+        with self._answering():
+            async with asyncio.timeout(ANSWER_S):
+                return await asyncio.get_running_loop().run_in_executor(self._readers, call)
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise StorageError(f"{self.place}: did not answer within {ANSWER_S:.0f} s") from None
 
     def close(self) -> None:
         """Finishes the writes and reads under way and closes the database; a second call does nothing."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from sqlalchemy import exc
 
 from marlaas_jax.errors import CorruptFile, InternalError, InvalidRequest, MarlaasError, StorageError
+from marlaas_jax.store import backup
 
 CORRUPT_SQLITE = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 CORRUPT_POSTGRES = ("XX001", "XX002")  # data_corrupted, index_corrupted
@@ -19,7 +20,7 @@ def translated(place: str) -> Iterator[None]:
     try:
         yield
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise CorruptFile(f"{place}: is damaged (a value is not JSON in UTF-8); restore a copy of it") from None
+        raise CorruptFile(f"{place}: is damaged (a value is not JSON in UTF-8); {backup.remedy(place)}") from None
     except (OverflowError, UnicodeEncodeError) as error:
         raise InvalidRequest(f"a value cannot be stored ({error})") from None
     except (exc.SQLAlchemyError, sqlite3.Error) as error:
@@ -32,9 +33,9 @@ def _translate(error: exc.SQLAlchemyError | sqlite3.Error, place: str) -> Marlaa
     reason = (str(original).splitlines() or [type(original).__name__])[0]
     code = getattr(original, "sqlite_errorname", None) or getattr(original, "sqlstate", None) or ""
     if "Could not decode to UTF-8" in reason:  # of sqlite3 itself, without a code; the rest of it is the damaged text
-        return CorruptFile(f"{place}: is damaged (a value is not UTF-8); restore a copy of it")
+        return CorruptFile(f"{place}: is damaged (a value is not UTF-8); {backup.remedy(place)}")
     if code.startswith((*CORRUPT_SQLITE, *CORRUPT_POSTGRES)):
-        return CorruptFile(f"{place}: is damaged ({reason}); restore a copy of it")
+        return CorruptFile(f"{place}: is damaged ({reason}); {backup.remedy(place)}")
     if isinstance(error, exc.DataError):
         return InvalidRequest(f"a value cannot be stored ({reason})")
     if isinstance(error, exc.OperationalError | exc.TimeoutError | sqlite3.OperationalError) and code != "SQLITE_ERROR":

@@ -28,6 +28,7 @@ from marlaas_jax.transport.flow import Counters, ReceiveWindow, SendWindow, head
 
 log = logging.getLogger(__name__)
 
+SEND_S = 300.0  # a controller whose heart beats and that takes nothing for so long is as good as gone
 _GONE = object()  # in the inbox: nothing follows
 
 
@@ -106,7 +107,7 @@ class Client:
             self._wake()
         return message
 
-    def send(self, message: Message, timeout_s: float | None = None) -> None:
+    def send(self, message: Message, timeout_s: float = SEND_S) -> None:
         """Accepts a message. Blocks while too much waits for the controller; raises WorkerLost if it is gone or stays so."""
         payload = encode(message)
         with self._changed:

@@ -126,7 +126,7 @@ class Server:
         if peer is not None:
             await peer.room.wait()
 
-    def lose(self, worker_id: str, reason: str) -> None:
+    def lose(self, worker_id: str, reason: str, *, expected: bool = False) -> None:
         """Gives a peer up, as when its process is known to be dead: PeerLost is delivered, all that comes later ignored."""
         peer = self.peers.pop(worker_id, None)
         if peer is None:
@@ -138,7 +138,8 @@ class Server:
         self._done.failed += failed
         del self._by_identity[peer.identity]
         peer.room.set()
-        log.warning("peer lost worker_id=%s role=%s undelivered=%d reason=%s", worker_id, peer.role, failed, reason)
+        level = logging.INFO if expected else logging.WARNING
+        log.log(level, "peer lost worker_id=%s role=%s undelivered=%d reason=%s", worker_id, peer.role, failed, reason)
         self._inbox.put_nowait((None, worker_id, PeerLost(peer.role, reason)))
 
     def counters(self) -> Counters:

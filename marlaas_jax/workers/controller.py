@@ -70,6 +70,7 @@ from marlaas_jax.rollout.commands import (
     TurnKey,
 )
 from marlaas_jax.rollout.orchestrator import Orchestrator
+from marlaas_jax.rollout.records import Wait
 from marlaas_jax.text.tokenizer import Tokenizer
 from marlaas_jax.transport.flow import PeerLost
 from marlaas_jax.transport.server import Server
@@ -80,16 +81,21 @@ from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_processes import Processes
 from marlaas_jax.workers.controller_render import Renderer
 from marlaas_jax.workers.controller_status import FINISHING, PAUSED, PAUSING, RUNNING, STARTING, JobStatus, RunStatus
+from marlaas_jax.workers.controller_suspects import SuspectJobs
+from marlaas_jax.workers.controller_why import told_in_one_line, waiting
+from marlaas_jax.workers.loop_watch import LoopWatch
 from marlaas_jax.workers.supervisor import Exited, GaveUp, Restarted
 
 log = logging.getLogger(__name__)
 
 DEVICE_MODULE = "marlaas_jax.workers.device_process"
 RETIRED = "it was retired"
+RUN_RESTARTS, SERVICE_RESTARTS = 12, 10**9  # of the device in a row: a run ends some time, a service goes on trying
 TICK_S = 0.25
 STATUS_INTERVAL_S = 1.0
 START_TIMEOUT_S = 3600.0  # loading, compiling and opening of one job
 FINISH_TIMEOUT_S = 900.0  # the last checkpoint and the adapter
+LIMITS = {STARTING: START_TIMEOUT_S, PAUSING: FINISH_TIMEOUT_S, FINISHING: FINISH_TIMEOUT_S}
 STOP_TIMEOUT_S = 30.0  # for the device to finish its running saves
 ABORT_TIMEOUT_S = 5.0  # the same, when the run is cut short
 
@@ -134,6 +140,8 @@ class Controller:
         self._ended = asyncio.Event()
         self._fatal: BaseException | None = None
         self._device = DeviceLink()
+        self._suspects = SuspectJobs(self.event)
+        self._interrupted_at: float | None = self._started  # or when the device was lost; None: a step was trained since
         self._lag_s = 0.0
         self._last_words: dict[str, str] = {}  # of workers that said why they fail
         self._last_death: dict[str, str] = {}  # why a place's last process ended
@@ -159,7 +167,7 @@ class Controller:
         tokenizer = await asyncio.to_thread(self._load_tokenizer)  # what is refused leaves no folder behind
         with writing(self.folder):
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        with folder_lock.hold(self.folder):
+        with folder_lock.hold(self.folder), LoopWatch():
             await self._serve(started, tokenizer)
 
     async def _serve(self, started: Callable[[], None], tokenizer: Tokenizer) -> None:
@@ -170,7 +178,8 @@ class Controller:
                 self._runtime_path.write_text(document)
             self._renderer = Renderer(tokenizer, self._on_rendered)
             async with Server("ipc") as self._server:
-                self._processes = Processes(self._server, self.folder, self._device_module, self.runtime.env_workers)
+                restarts = RUN_RESTARTS if self._is_strict else SERVICE_RESTARTS
+                self._processes = Processes(self._server, self.folder, self._device_module, self.runtime.env_workers, restarts)
                 try:
                     started()
                     tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._watch_processes, self._tick_forever)]
@@ -230,6 +239,17 @@ class Controller:
         else:
             self._on_paused(job)
 
+    def halt(self, name: str) -> None:
+        """Takes a live job off the device; what was not committed is lost. It is paused once the device has closed it."""
+        job = self.jobs[name]
+        self._note_episodes(job)
+        self.orchestrator.remove_job(name, time.monotonic())
+        job.state, job.since = PAUSING, time.monotonic()
+        if self._device.is_serving:
+            self._send(self._device.worker_id, PauseJob(name, job.incarnation, discard=True))
+        else:
+            self._on_paused(job)
+
     def unpause(self, name: str) -> None:
         """Lets a paused job go on from its committed step, as a new incarnation."""
         job = self.jobs[name]
@@ -248,8 +268,8 @@ class Controller:
             self._retire(job)
 
     def forget(self, name: str) -> None:
-        """Drops a job that is over from the books."""
-        assert self.jobs[name].is_over, name
+        """Drops a job that is over or paused from the books."""
+        assert not self.jobs[name].is_live, name
         self.jobs.pop(name).files.close()
 
     def _open(self, job: Job) -> None:
@@ -258,10 +278,9 @@ class Controller:
         self._processes.start_data_worker(job.data_worker)
         self._processes.start_pool(job.pool)
         self._reload(job)  # for those that are there already; others ask by their Hello
-        if self._device.worker_id:
+        if self._device.worker_id and not self._suspects.must_wait(job.name):
             self._add_to_device(job)
-        else:
-            self.start_device()
+        self.start_device()
 
     # ---- start and stop
 
@@ -359,6 +378,8 @@ class Controller:
                 self._on_step_done(message, now)
             case DeviceStatus():
                 self._device.report(message)
+                if "start_s" in message.counters:
+                    self.event("device_ready", figures=message.counters)
             case JobReady():
                 if self._is_current(message):
                     self.jobs[message.job].device_ready = message
@@ -395,11 +416,12 @@ class Controller:
         self.event("worker_joined", worker=name or worker_id, role=message.role, pid=message.pid)
         live = [job for job in self.jobs.values() if job.is_live]
         if message.role == "device":
-            self._device_gone(time.monotonic())  # an older one, if it was not missed yet
+            self._device_gone(time.monotonic(), "a new one took its place")  # an older one, if it was not missed yet
             self._device.joined(worker_id, time.monotonic())
             self.phase = "loading" if self.phase == "checking" else self.phase
             for job in live:
-                self._add_to_device(job)
+                if not self._suspects.is_held(job.name):
+                    self._add_to_device(job)
         elif message.role == "data":
             for job in live:
                 if job.data_worker == self._processes.group_of(name):
@@ -456,6 +478,12 @@ class Controller:
         job = self.jobs.get(message.job)
         if job is None or not self._is_current(message) or message.step != job.step + 1:
             return
+        self._suspects.trained(job.name, message.step)
+        if self._interrupted_at is not None:
+            after_s, self._interrupted_at = now - self._interrupted_at, None
+            text = f"{'resumed' if job.is_resumed else 'started'}: first step after {after_s:.1f} s"
+            log.info("%s job=%s step=%d", text, job.name, message.step)
+            self.event("first_step", job.name, step=message.step, after_s=after_s, text=text)
         self._on_step(job, job.trained(message))
         self.orchestrator.on_step_done(message, now)
 
@@ -483,14 +511,18 @@ class Controller:
         self.event("worker_lost", worker=name or worker_id, role=message.role, reason=reason)
         self._processes.make_sure_it_ends(worker_id)
         if worker_id == self._device.worker_id:
-            self._device_gone(now)
+            self._device_gone(now, reason)
         elif message.role == "environment":
             self.orchestrator.on_worker_lost(worker_id, reason, now, pool=self._processes.pool_of(name))
 
-    def _device_gone(self, now: float) -> None:
+    def _device_gone(self, now: float, reason: str) -> None:
         """Every job goes on from its committed step, as a new incarnation, when the next device is there."""
+        was_serving = self._device.is_serving
         if not self._device.gone():
             return
+        self._interrupted_at = now
+        if (blamed := self._suspects.on_death(reason, was_serving=was_serving)) is not None:
+            self._fail_job(self.jobs[blamed.job], "WorkerLost", blamed.text)
         for job in self.jobs.values():
             with self._ends_on_fault(job.name):
                 if job.state == PAUSING:
@@ -504,8 +536,10 @@ class Controller:
         if event.expected:
             if event.worker_id in self._server.peers:
                 self._last_words[event.worker_id] = RETIRED
-                self._server.lose(event.worker_id, RETIRED)
+                self._server.lose(event.worker_id, RETIRED, expected=True)
             return
+        if event.restart_s is not None:
+            self.event("worker_restarting", worker=event.name, failures=event.failures, after_s=event.restart_s)
         last_line = event.log_tail.strip().splitlines()[-1:] or [""]
         reason = f"{event.reason}; it printed last: {last_line[0][:300]}" if last_line[0] else event.reason
         if event.worker_id in self._server.peers:
@@ -529,10 +563,13 @@ class Controller:
     def _check_limits(self, now: float) -> None:
         if self._device.is_silent(now):
             self._server.lose(self._device.worker_id, f"the device said nothing for {SILENCE_S:.0f} s")
+        for name in self._suspects.released(now):
+            if self._device.worker_id:
+                self._add_to_device(self.jobs[name])
         for job in self.jobs.values():
-            limit = {STARTING: START_TIMEOUT_S, PAUSING: FINISH_TIMEOUT_S, FINISHING: FINISH_TIMEOUT_S}.get(job.state)
+            limit = LIMITS.get(job.state)
             if limit is not None and now - job.since > limit:
-                self._fail_job(job, "WorkerLost", f"no end within {limit:.0f} s of {self._why(job, now)}")
+                self._fail_job(job, "WorkerLost", f"it waited too long: {self._why(job, now)[0]}")
 
     def _reload(self, job: Job) -> None:
         """Tells the workers of a job about its new incarnation."""
@@ -542,7 +579,10 @@ class Controller:
 
     def _add_to_device(self, job: Job) -> None:
         config = job.config.model_dump_json().encode()
-        self._send(self._device.worker_id, AddJob(job.name, job.incarnation, config, str(job.folder), resume=job.is_resumed))
+        step = -1 if job.go_on_from is None else job.go_on_from
+        added = AddJob(job.name, job.incarnation, config, str(job.folder), resume=job.is_resumed, step=step)
+        self._suspects.joined(job.name, time.monotonic())
+        self._send(self._device.worker_id, added)
 
     # ---- ends
 
@@ -583,6 +623,7 @@ class Controller:
     def _retire(self, job: Job) -> None:
         """Forgets a job that is over or paused: its slots, its workers' copies, its workers when nobody else uses them."""
         self.orchestrator.remove_job(job.name, time.monotonic())
+        self._suspects.left(job.name)
         for worker_id in list(self._server.peers):
             self._send(worker_id, RemoveJob(job.name, job.incarnation))
         needed = [group for other in self.jobs.values() if other.is_live for group in (other.pool, other.data_worker)]
@@ -680,23 +721,20 @@ class Controller:
         rollout = self.orchestrator.jobs.get(job.name)
         self._note_episodes(job)
         job.device_share = self._device.share_of(job.name)
-        return job.status(rollout.queue_lengths() if rollout else {}, self._why(job, now))
+        told = "" if job.is_over else told_in_one_line(*self._why(job, now))
+        return job.status(rollout.queue_lengths() if rollout else {}, told)
 
-    def _why(self, job: Job, now: float) -> str:
-        if job.is_over:
-            return ""
-        if job.state == PAUSED:
-            return "pause: waits to be resumed"
-        if job.state == PAUSING:
-            return "pause: what is in training is trained and saved"
-        if job.state == FINISHING:
-            return "export: the last checkpoint and the adapter are being written"
-        if job.state == RUNNING:
+    def why(self, name: str) -> tuple[Wait, int] | None:
+        """Returns (what a job waits for longest, how many things more it waits for); None for one that is over or not here."""
+        job = self.jobs.get(name)
+        return None if job is None or job.is_over else self._why(job, time.monotonic())
+
+    def _why(self, job: Job, now: float) -> tuple[Wait, int]:
+        if job.state == RUNNING and job.name in self.orchestrator.jobs:
             return self.orchestrator.why(job.name, now)
-        missing = job.missing()
-        compiled, programs = self._device.programs
-        progress = f" ({compiled} of {programs} programs compiled)" if "device" in missing and programs else ""
-        return f"start: waits for {' and '.join(missing)}{progress}"
+        if self._suspects.is_held(job.name):
+            return Wait("start", self._suspects.why(), "the controller", now - job.since, START_TIMEOUT_S), 0
+        return waiting(job, self._device.programs, now, LIMITS.get(job.state)), 0
 
     def _note_episodes(self, job: Job) -> None:
         rollout = self.orchestrator.jobs.get(job.name)

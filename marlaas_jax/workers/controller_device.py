@@ -14,9 +14,16 @@ class DeviceLink:
         self.status: DeviceStatus | None = None
         self._heard = 0.0
 
+    @property
+    def is_serving(self) -> bool:
+        """True once the process has compiled its programs and takes jobs."""
+        compiled, total = self.programs
+        return bool(self.worker_id) and (self.status is not None or 0 < total == compiled)
+
     def joined(self, worker_id: str, now: float) -> None:
         """A device's process said Hello."""
         self.worker_id = worker_id
+        self.programs = (0, 0)
         self._heard = now
 
     def gone(self) -> bool:

@@ -31,12 +31,22 @@ MAX_SEGMENTS = 8
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
+class Rollback(TypedDict):
+    """What an incarnation or an older one did for a step after this one is undone."""
+
+    step: Count
+    incarnation: Count
+    time: float
+
+
 class State(TypedDict, total=False):
     """What is read back from state.json; it holds more, for people."""
 
     incarnation: Count
     state: str
     steps: Count
+    rollback_to: Count | None  # the committed step that it goes on from; None: the newest
+    rollbacks: list[Rollback]
     adapter: str | None
     eval_before: float | None
     eval_after: float | None

@@ -9,6 +9,7 @@ from marlaas_jax.config import JobConfig
 from marlaas_jax.messages import EnvLoaded, JobReady, LoadEnv, StepDone
 from marlaas_jax.rl import objective
 from marlaas_jax.rollout.settings import RolloutSettings
+from marlaas_jax.workers import roll_back
 from marlaas_jax.workers.controller_files import JobFiles, write_json
 from marlaas_jax.workers.controller_status import (
     CANCELLED,
@@ -65,6 +66,11 @@ class Job:
         """True while the job has, or should have, workers and a place on the device."""
         return not self.is_over and self.state != PAUSED
 
+    @property
+    def go_on_from(self) -> int | None:
+        """The committed step that the job was rolled back to and has not gone on from yet."""
+        return roll_back.pending(self.files.state)  # pyright: ignore[reportArgumentType]
+
     def open(self, *, resume: bool) -> None:
         """Opens the files; a job that succeeded before stays so, unless it is asked for more steps than it had."""
         self.files.open(resume=resume)
@@ -106,8 +112,10 @@ class Job:
         assert self.device_ready is not None
         self.step = self.device_ready.step
         self.files.cut_back(self.step)
+        if self.go_on_from is not None:
+            roll_back.remove_result(self.folder)
         self.state = RUNNING
-        self.files.save_state(state=RUNNING, receipt=self.device_ready.receipt)
+        self.files.save_state(state=RUNNING, receipt=self.device_ready.receipt, rollback_to=None)
         return self.step == 0 and "eval_before" not in self.files.state
 
     def settings(self, max_context: int) -> RolloutSettings:

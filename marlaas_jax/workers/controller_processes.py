@@ -26,11 +26,12 @@ class Processes:
 
     DEVICE = "device"
 
-    def __init__(self, server: Server, run_dir: Path, device_module: str, env_workers: int):
+    def __init__(self, server: Server, run_dir: Path, device_module: str, env_workers: int, device_restarts: int):
         self._server = server
         self._run_dir = run_dir
         self._device_module = device_module
         self._env_workers = env_workers
+        self._device_restarts = device_restarts
         self._supervisor = Supervisor()
         self._groups: dict[str, str] = {}  # worker name -> its pool or data worker; gone once it is retired
         self._pools: set[str] = set()
@@ -45,7 +46,9 @@ class Processes:
     def start_device(self, runtime_path: Path) -> None:
         """Starts the process that owns the accelerator."""
         args = ("--runtime", str(runtime_path))
-        self._start(self.DEVICE, self._device_module, args, huge_pages.environment(os.environ), max_restarts=5)
+        self._start(
+            self.DEVICE, self._device_module, args, huge_pages.environment(os.environ), max_restarts=self._device_restarts
+        )
 
     def start_data_worker(self, group: str) -> None:
         """Starts a process that holds items, unless it is there."""

@@ -57,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _serve(client: Client, runtime_path: Path, worker_id: str) -> int:
     from marlaas_jax.config import load_runtime
     from marlaas_jax.device.build import build
+    from marlaas_jax.engine import compiles
 
     runtime = load_runtime(runtime_path)
     waiting: collections.deque[Message] = collections.deque()
@@ -64,9 +65,13 @@ def _serve(client: Client, runtime_path: Path, worker_id: str) -> int:
     def report(done: int, total: int) -> None:
         client.send(DeviceStatus(worker_id, {}, {}, {"programs_compiled": done, "programs_total": total}, {}, 0))
 
-    device = build(runtime, report)
+    start = time.monotonic()
+    device = build(runtime, runtime_path.parent / "pages", report)
     reporter = _Reporter(worker_id)
-    log.info("device ready model=%s", runtime.model)
+    from_cache, compiled = compiles.cached()
+    figures = {"programs_from_cache": from_cache, "programs_compiled_anew": compiled, "start_s": time.monotonic() - start}
+    client.send(DeviceStatus(worker_id, {}, {}, figures, {}, 0))
+    log.info("device ready model=%s %s", runtime.model, " ".join(f"{name}={value:.4g}" for name, value in figures.items()))
     while True:
         timeout_s = 0.0 if device.has_work() or waiting else IDLE_WAIT_S
         idle_since = time.monotonic()

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 
+END_S = 5.0
+
 
 class Guardian:
     """Our end of the pipe. A guardian that was itself killed is replaced at the next `start`."""
@@ -45,8 +47,13 @@ class Guardian:
     def close(self) -> None:
         """Lets the process end, which kills the groups that were not forgotten."""
         if self._process is not None:
-            with self._process:  # closes the pipe and waits
-                pass
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:  # it was stopped
+                self._process.kill()
+                self._process.wait()
             self._process = None
 
     def _tell(self, text: str) -> None:

@@ -35,6 +35,8 @@ EXIT_CRASHED = 1  # an exception that nobody caught
 EXIT_BAD_CONFIG = 2  # would fail the same way again: never restarted
 EXIT_CONTROLLER_GONE = 3  # the worker lost the controller, or was given up by it
 EXIT_ORPHANED = lifeline.EXIT_ORPHANED
+KILLED_S = 15.0  # for the kernel to end what was killed
+MAX_DOUBLINGS = 30  # of a pause; its limit is reached long before
 EXIT_BLOCKED = 5  # an environment blocked its worker's event loop
 
 
@@ -65,6 +67,8 @@ class Exited:
     reason: str
     log_tail: str
     expected: bool
+    failures: int = 0  # in a row, this one included
+    restart_s: float | None = None  # until the next start; None: there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +159,10 @@ class Supervisor:
             except TimeoutError:
                 if worker._process is not None:
                     _signal_group(worker._process, signal.SIGKILL)
-                await worker._ended.wait()
+                try:
+                    await asyncio.wait_for(worker._ended.wait(), KILLED_S)
+                except TimeoutError:  # the kernel holds it, on a disk that does not answer say
+                    log.error("worker not gone after SIGKILL name=%s pid=%d", worker.spec.name, worker.pid)
         self.workers.pop(worker.spec.name, None)
         worker.output.close()
 
@@ -214,7 +221,12 @@ class Supervisor:
         os.close(worker._lifeline_fd)
         reason = describe_exit(code)
         expected = worker._stopping
-        event = Exited(spec.name, worker.worker_id, code, reason, worker.output.tail(), expected)
+        worker.failures = 0 if expected else 1 if lived_s >= spec.healthy_after_s else worker.failures + 1
+        has_next = not expected and code != EXIT_BAD_CONFIG and worker.failures <= spec.max_restarts
+        pause_s = min(spec.backoff_s * 2 ** min(worker.failures - 1, MAX_DOUBLINGS), spec.max_backoff_s) if has_next else None
+        event = Exited(
+            spec.name, worker.worker_id, code, reason, worker.output.tail(), expected, worker.failures, restart_s=pause_s
+        )
         level = logging.INFO if expected or code == EXIT_OK else logging.WARNING
         log.log(level, "worker ended name=%s worker_id=%s pid=%d reason=%s",
                 spec.name, worker.worker_id, worker.pid, reason)  # fmt: skip
@@ -222,13 +234,11 @@ class Supervisor:
         worker._ended.set()
         if expected:
             return
-        worker.failures = 1 if lived_s >= spec.healthy_after_s else worker.failures + 1
         if code == EXIT_BAD_CONFIG:
             self._events.put_nowait(GaveUp(spec.name, f"{reason}; it would fail again"))
-        elif worker.failures > spec.max_restarts:
+        elif pause_s is None:
             self._events.put_nowait(GaveUp(spec.name, f"it ended {worker.failures} times in a row, the last time: {reason}"))
         else:
-            pause_s = min(spec.backoff_s * 2 ** (worker.failures - 1), spec.max_backoff_s)
             worker._restart = self._loop.call_later(pause_s, self._restart, worker)
 
     def _restart(self, worker: Worker) -> None:

@@ -72,7 +72,13 @@ def test_columns_stay_where_they_are(width):
     [
         (WAITS, "training batch 3, 46 s"),
         ("generate: episode a/1/0/2 attempt 0 turn 1, since 2.0 s (limit 600 s); 63 more wait", "sampling, 2 s"),
-        ("start: waits for device", "start: waits for device"),
+        ("generate: episode a/1/0/2 attempt 0 turn 1, by the device, since 2.0 s (limit 600 s)", "sampling, 2 s"),
+        ("env worker: a ready worker of pool env-x, by the supervisor, since 3.0 s (no limit)", "environment worker, 3 s"),
+        (
+            "start: its device (3 of 20 programs compiled), by the device, since 9.6 s (limit 3600 s)",
+            "start: its device (3 of 20 programs compiled), 10 s",
+        ),
+        ("something else", "something else"),
     ],
 )
 def test_what_a_job_waits_for_is_short(text, short):

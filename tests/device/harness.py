@@ -9,6 +9,7 @@ import pytest
 from marlaas_jax.config import RunConfig, validate
 from marlaas_jax.device.build import engine_settings
 from marlaas_jax.device.colocated import ColocatedDevice
+from marlaas_jax.device.pages import Pages
 from marlaas_jax.engine.sampler import Sampler
 from marlaas_jax.learner.learner import Learner
 from marlaas_jax.lora.readme import Base
@@ -59,7 +60,8 @@ class Harness:
         self.config, self.tmp_path = config, tmp_path
         runtime = config.runtime.sized_for(config.jobs)
         self.sampler = Sampler(MODEL, params, engine_settings(runtime, "float32"), tokenizer, clock)
-        self.learner = Learner.from_runtime(MODEL, params, runtime, clock=clock, sampler_dtype="float32")
+        shelf = Pages(tmp_path / "pages", runtime.learner.max_host_bytes)
+        self.learner = Learner.from_runtime(MODEL, params, runtime, clock=clock, sampler_dtype="float32", shelf=shelf)
         self.device = ColocatedDevice(
             MODEL, self.sampler, self.learner, IDENTITY, BASE, CANARY, "float32", config.runtime.bank.max_rank, clock, **options
         )

@@ -68,7 +68,7 @@ def test_a_job_without_a_slot_pauses_resumes_finishes_and_goes_h02(make, roomy, 
     for name in NAMES[:3]:
         harness.add(name)
         harness.train(name, 0)
-    paged_out = lambda name: harness.learner._jobs[name].paged is not None
+    paged_out = lambda name: name in harness.learner._shelf
     assert [paged_out(name) for name in NAMES[:3]] == [True, True, False]
 
     answers = harness.device.handle(PauseJob("job0", 0))

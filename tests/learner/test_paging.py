@@ -126,7 +126,7 @@ def test_updates_equal_those_of_a_learner_with_enough_slots(num_slots, arrivals)
             submitted[name] += 1
             for _ in range(dispatches):
                 busy = {n for n, job in learner._jobs.items() if job.batches and job.batches[0].has_begun}
-                assert all(learner._jobs[n].paged is None for n in busy)
+                assert all(n not in learner._shelf for n in busy)
                 ended += learner.step()
         ended += small.run(learner)
         done.append({(d.job, d.step): d.metrics["learner/loss"] for d in ended})
@@ -164,7 +164,7 @@ def test_what_others_read_is_the_same_without_a_slot():
         learner.submit(batch_of("a", 0))
         learner.step()
         learner.step()
-    assert few._jobs["b"].paged is not None and few._jobs["a"].batches[0].has_begun
+    assert "b" in few._shelf and few._jobs["a"].batches[0].has_begun
     ours, theirs = few.snapshot("b"), enough.snapshot("b")
     assert ours.fingerprint == theirs.fingerprint and ours.version == theirs.version == 1
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(ours.weights))
@@ -198,7 +198,7 @@ def test_removal_leaves_nothing_behind_h02(at):
     learner.submit(batch_of("b", 0))
     for _ in range(at):
         learner.step()
-    assert (learner._jobs["a"].paged is None) == (at == 0)
+    assert ("a" not in learner._shelf) == (at == 0)
     learner.remove_job("a")
     learner.remove_job("b")
     for stack in jax.tree.leaves(learner._executor.masters):

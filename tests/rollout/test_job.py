@@ -279,7 +279,7 @@ def test_a_silent_sampler_ends_the_episode_and_withdraws_the_request():
     world.add(settings(steps=1, groups_per_batch=1, max_staleness=0))
     run_until(world, "generated")
     world.pending.clear()
-    assert world.orchestrator.why("job", world.now).startswith("generate: episode job/1/train/0/")
+    assert str(world.orchestrator.why("job", world.now)[0]).startswith("generate: episode job/1/train/0/")
     world.tick(601.0)
     assert {r["outcome"] for r in records(world)} == {"timed_out"}
     assert world.pending and world.pending[0][0] == "item", "its ticket starts again"

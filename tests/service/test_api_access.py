@@ -41,7 +41,8 @@ def theirs(service):
 
 def send(service, method, path, key=None, **options):
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    body = {"json": {"changes": {}} if path.endswith("clone") else {}} if method in ("POST", "PATCH") else {}
+    bodies = {"clone": {"changes": {}}, "rollback": {"step": 0}}
+    body = {"json": bodies.get(path.rpartition("/")[2], {})} if method in ("POST", "PATCH") else {}
     return httpx.request(method, service.url + path, headers=headers, timeout=20, **body | options)
 
 

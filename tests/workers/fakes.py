@@ -3,10 +3,11 @@
     python -m tests.workers.fakes --address A --runtime RUN/runtime.yaml --worker-id ID
 
 Completions are "yes" or "no", decided by seed and version, so a run is reproducible. Each job's state is a JSON file per
-committed step. $FAKE_DEVICE holds JSON; the first four are by job:
+committed step. $FAKE_DEVICE holds JSON; the first five are by job:
 `die_at` exit hard, once, when that batch is trained and not yet reported; `marker` is a file that says that it happened;
+`poison_at` exit hard, every time, when that batch is given to be trained; `commit_every` so many batches (2);
 `wrong_weights_at` the version from which on completions name other weights; `fail_at` the step that fails the job;
-`commit_every` so many batches (2); `train_s` seconds per batch.
+`train_s` seconds per batch.
 """
 
 import argparse
@@ -64,7 +65,8 @@ class FakeDevice:
                 return self.finish(message)
             case PauseJob() if message.job in self.jobs:
                 job = self.jobs.pop(message.job)
-                self.commit(job, base64.b64decode(job["ledger"]))
+                if not message.discard:
+                    self.commit(job, base64.b64decode(job["ledger"]))
                 return [JobPaused(message.job, message.incarnation, job["step"])]
             case RemoveJob():
                 self.jobs.pop(message.job, None)
@@ -76,6 +78,8 @@ class FakeDevice:
         folder = Path(message.job_dir) / "checkpoints"
         folder.mkdir(parents=True, exist_ok=True)
         committed = sorted(folder.glob("step-*.json")) if message.resume else []
+        while message.step >= 0 and committed[-1].name != f"step-{message.step:06d}.json":
+            committed.pop().unlink()
         state = json.loads(committed[-1].read_text()) if committed else {"step": 0, "ledger": ""}
         config = JobConfig.model_validate_json(message.config)
         self.jobs[message.job] = state | {"folder": folder, "incarnation": message.incarnation, "config": config}
@@ -103,6 +107,8 @@ class FakeDevice:
         job = self.jobs[batch.job]
         if batch.step != job["step"]:
             return []
+        if self.options.get("poison_at", {}).get(batch.job) == batch.step + 1:
+            os._exit(9)
         time.sleep(self.options.get("train_s", 0.0))
         job["step"] += 1
         if self.options.get("fail_at", {}).get(batch.job) == job["step"]:
@@ -151,7 +157,7 @@ def main() -> None:
     client = Client(arguments.address, "device", arguments.worker_id)
     runtime = load_runtime(arguments.runtime)
     device = FakeDevice(Tokenizer.load(source.resolve(runtime.model)), json.loads(os.environ.get("FAKE_DEVICE", "{}")))
-    reported = time.monotonic()
+    reported = -1.0
     while True:
         message = client.receive(0.2)
         if isinstance(message, Shutdown):

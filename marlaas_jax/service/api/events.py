@@ -9,6 +9,7 @@ A comment line every 15 s shows that the connection lives.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -89,7 +90,12 @@ class _Stream:
                 async for event in events:
                     if event is not None:
                         yield _text(self._api, event)
-                    if event is not None and self._job_id is not None and event.kind in OVER:
+                    if (
+                        event is not None
+                        and self._job_id is not None
+                        and event.kind in OVER
+                        and await self._is_over(event.time)
+                    ):
                         break
                     if event is None or time.monotonic() - self._checked > HEARTBEAT_S:
                         if await self._is_over():
@@ -107,16 +113,20 @@ class _Stream:
 
     def _patience_s(self) -> float:
         """Returns how long to wait for the next event before something else is done."""
-        is_live = self._job_id is None or self._job_id in self._api.service.live_ids
-        return HEARTBEAT_S if is_live else LAST_EVENTS_S
+        return HEARTBEAT_S if self._job_id is None or self._is_live() else LAST_EVENTS_S
 
-    async def _is_over(self) -> bool:
-        if self._job_id is None or self._job_id in self._api.service.live_ids:
+    def _is_live(self) -> bool:
+        return self._job_id in self._api.service.live_ids
+
+    async def _is_over(self, at: float = math.inf) -> bool:
+        """Whether the job is over for good with what happened `at` that time: it may have been rolled back since."""
+        if self._job_id is None or self._is_live():
             return False
         try:
-            return (await self._api.service.job(self._tenant, self._job_id)).state in ENDED
+            record = await self._api.service.job(self._tenant, self._job_id)
         except NotFound:
             return True
+        return record.state in ENDED and at >= (record.ended or 0.0)
 
     async def _may_stay(self) -> bool:
         """Whether the key is still good."""

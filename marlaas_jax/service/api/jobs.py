@@ -44,6 +44,12 @@ class Clone(Section):
     files: dict[str, str] = Field(default_factory=dict)  # beside or instead of the job's own
 
 
+class Rollback(Section):
+    """Where a job goes back to."""
+
+    step: Annotated[int, Field(ge=0, le=2**53)]  # one of those that GET /v1/jobs/{job_id}/checkpoints lists
+
+
 @uploads.post("/jobs", status_code=201)
 async def submit(api: TheApi, caller: Caller, key: OnceKey, body: Submission) -> Response:
     """Queues a job. Everything that can be known to be wrong with it is refused now, in one sentence."""
@@ -81,9 +87,11 @@ async def show(api: TheApi, caller: Caller, job_id: str) -> Response:
 
 @router.get("/jobs/{job_id}/why")
 async def why(api: TheApi, caller: Caller, job_id: str) -> Response:
-    """Says in one line what a job waits for."""
+    """Says in one line what a job waits for; `wait` has its parts: stage, object, who owes it, since when, at most how long."""
     record = await api.service.job(caller, job_id)
-    return Json({"id": record.id, "state": record.state, "why": api.service.why(record)})
+    found = api.service.wait(record)
+    wait = None if found is None else asdict(found[0]) | {"others": found[1]}
+    return Json({"id": record.id, "state": record.state, "why": api.service.why(record), "wait": wait})
 
 
 @router.post("/jobs/{job_id}/pause")
@@ -102,6 +110,12 @@ async def resume(api: TheApi, caller: Caller, job_id: str) -> Response:
 async def cancel(api: TheApi, caller: Caller, job_id: str) -> Response:
     """Ends a job for good; what it trained stays."""
     return Json(document(api, await api.service.cancel(caller, job_id)))
+
+
+@router.post("/jobs/{job_id}/rollback")
+async def rollback(api: TheApi, caller: Caller, key: OnceKey, job_id: str, body: Rollback) -> Response:
+    """Takes a job back to a committed step. A running job goes on from there; any other waits to be resumed."""
+    return Json(document(api, await api.service.rollback(caller, job_id, body.step, also=_keeping(caller, key, 200))))
 
 
 @uploads.post("/jobs/{job_id}/clone", status_code=201)
@@ -158,9 +172,9 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return out
 
 
-def _keeping(caller: Tenant, key: str | None) -> Callable[[sa.Connection, JobRecord], None]:
+def _keeping(caller: Tenant, key: str | None, status: int = 201) -> Callable[[sa.Connection, JobRecord], None]:
     def also(connection: sa.Connection, record: JobRecord) -> None:
-        keep(connection, caller.id, key, 201, asdict(record) | {"status": None, "why": ""})
+        keep(connection, caller.id, key, status, asdict(record) | {"status": None, "why": ""})
 
     return also
 

@@ -157,6 +157,8 @@ class JobConfig(Section):
     steps: Count = 20  # optimizer batches to train
     seed: Seed = 0
     weight: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0  # share of the stages, against the other jobs
+    # "exact": ids, log-probs and updates are the same bits alone or beside any other jobs; rollout.max_staleness is then 0
+    isolation: Literal["shared", "exact"] = "shared"
     lora: LoraConfig = LoraConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -164,6 +166,23 @@ class JobConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _synchronous(cls, value: Any) -> Any:
+        """Fills in the staleness that `isolation: exact` needs, where none is given."""
+        if isinstance(value, dict) and value.get("isolation") == "exact" and isinstance(value.get("rollout", {}), dict):
+            value = value | {"rollout": {"max_staleness": 0} | value.get("rollout", {})}
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def _exact(self) -> "JobConfig":
+        if self.isolation == "exact" and self.rollout.max_staleness:
+            raise ValueError(
+                f"rollout.max_staleness={self.rollout.max_staleness}: isolation='exact' allows 0 only, because which snapshot "
+                "samples a ticket must not depend on how fast others let the job run"
+            )
+        return self
 
     @pydantic.field_validator("env_args")
     @classmethod
@@ -232,14 +251,16 @@ class RuntimeConfig(Section):
         """Returns the runtime with the sizes that depend on the jobs filled in, where the user left them open.
 
         There are slots for all: each job may have rows under one snapshot while the next is published, and nobody is paged out.
-        Blocks are no wider than the largest group.
+        Blocks are no wider than the largest group, unless a job is exact: its neighbours' groups may not change its blocks.
         """
         bank, learner = self.bank, self.learner
         filled = {
             "num_sampler_slots": bank.num_sampler_slots or 1 + 2 * len(jobs),
             "num_learner_slots": bank.num_learner_slots or 1 + len(jobs),
         }
-        rows = min(learner.block_rows, max(job.rollout.group_size for job in jobs))
+        rows = learner.block_rows
+        if all(job.isolation == "shared" for job in jobs):
+            rows = min(rows, max(job.rollout.group_size for job in jobs))
         return self.model_copy(
             update={"bank": bank.model_copy(update=filled), "learner": learner.model_copy(update={"block_rows": rows})}
         )

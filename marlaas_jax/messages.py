@@ -99,7 +99,8 @@ class Generate(Message, frozen=True):
     """Asks for one completion per seed of one prompt, all under one snapshot.
 
     version: -1 is the newest snapshot of the job, resolved by the sampler at admission; -2 is the base model (null adapter).
-    weight: the job's share in the sampler's queue. `eval` requests share the queue of their job.
+    weight: the job's share in the sampler's queue. `eval` requests share the queue of their job. exact: what is sampled must not
+    depend on what else runs (`isolation: exact`).
     """
 
     request_id: str
@@ -110,6 +111,7 @@ class Generate(Message, frozen=True):
     sampling: Sampling
     version: int = -1
     weight: float = 1.0
+    exact: bool = False
 
 
 class CancelGenerate(Message, frozen=True):

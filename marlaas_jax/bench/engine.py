@@ -43,7 +43,7 @@ PROMPT = 16
 GROUP_PROMPT = 64
 
 
-class _NoText:
+class NoText:
     """A tokenizer for ids alone, without end ids, so that every completion has its full length."""
 
     end_ids = ()
@@ -208,7 +208,7 @@ class _Batch:
 
     def __init__(self, config: ModelConfig, params: Any, num_rows: int, num_adapters: int, new_tokens: int):
         settings = EngineSettings(num_rows, CONTEXT, num_adapters + 3, RANK, prefill_batch=num_rows, prefill_buckets=(PROMPT,))
-        no_text: Any = _NoText()
+        no_text: Any = NoText()
         self._sampler = Sampler(config, params, settings, no_text, lambda: 0.0, run_ahead=False)
         self._num_rows, self._new_tokens, self._count = num_rows, new_tokens, 0
         self._jobs = [f"job{i}" for i in range(num_adapters)]

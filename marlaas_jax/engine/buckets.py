@@ -12,6 +12,7 @@ from marlaas_jax.errors import InvalidConfig
 MAX_PROGRAMS = 24
 BLOCK = 4  # rows that share an adapter in the middle form; groups are usually a multiple of it
 SMALLEST = 16
+EXACT_PLACE, EXACT_DECODE = "place adapters in blocks of 1", "decode all rows in blocks of 1"  # see Buckets.exact_form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Buckets:
     context_lengths: tuple[int, ...]
     score_lengths: tuple[int, ...]
     forms: tuple[Form, ...]  # cheapest first
+    in_blocks: bool = True  # rows that share an adapter are put together; False: only for the exact form
 
     def prefill_length(self, num_tokens: int) -> int:
         """Returns the shortest prefill that holds a prompt."""
@@ -56,6 +58,11 @@ class Buckets:
         return _at_least(self.score_lengths, num_tokens)
 
     @property
+    def exact_form(self) -> Form:
+        """How rows run of which one is exact: all slots, each for itself, so that neither neighbours nor slots matter."""
+        return self.forms[-1]
+
+    @property
     def block_counts(self) -> tuple[int, ...]:
         """The different numbers of blocks of all forms."""
         return tuple(sorted({form.num_blocks for form in self.forms}))
@@ -70,6 +77,8 @@ class Buckets:
             for form in self.forms
         ]
         names += [f"place adapters in {count} blocks" for count in self.block_counts]
+        if not self.in_blocks:
+            names += [EXACT_PLACE, EXACT_DECODE]
         names += [f"score {length}" for length in self.score_lengths]
         return [*names, "write adapter", "fingerprint"]
 
@@ -93,7 +102,7 @@ def choose(
     score = (prefill[0], max_context) if prefill[0] < max_context else (max_context,)
 
     def build(contexts: tuple[int, ...]) -> Buckets:
-        return Buckets(num_slots, max_context, prefill, rows, contexts, score, _forms(num_slots, in_blocks))
+        return Buckets(num_slots, max_context, prefill, rows, contexts, score, _forms(num_slots, in_blocks), in_blocks)
 
     if context:
         buckets = build(context)

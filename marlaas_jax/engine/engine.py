@@ -183,7 +183,7 @@ class MarlaasEngine(EngineBase):
         """Returns (state, result) after the next token of every slot, whatever adapters they use."""
         every = np.arange(self.settings.num_decode_slots, dtype=np.int32)
         sides = self.all_adapters(params) if self.form == "onehot" else self._gather(params, decode_state.adapter_slot_S)
-        state, packed = self._decode(params, decode_state, sides, every, every >= 0, 1, self.settings.max_context)
+        state, packed = self._decode(params, decode_state, sides, every, every >= 0, 1, self.settings.max_context, self.form)
         return state, as_result(packed)
 
     def free_resource(self, slot: int, **kwargs: Any) -> None:
@@ -262,11 +262,22 @@ class MarlaasEngine(EngineBase):
         return steps.jit_gather_all(params.bank, self._unrolled)
 
     def decode(
-        self, params: EngineParams, state: DecodeState, sides: apply.Sides, plan: Plan, num_context: int, keep: np.ndarray
+        self,
+        params: EngineParams,
+        state: DecodeState,
+        sides: apply.Sides,
+        plan: Plan,
+        num_context: int,
+        keep: np.ndarray,
+        in_blocks: bool = False,
     ) -> tuple[DecodeState, Any]:
-        """Returns (state, result) after `decode_steps` tokens of the running rows, arranged as `plan` says."""
+        """Returns (state, result) after `decode_steps` tokens of the running rows, arranged as `plan` says.
+
+        in_blocks: `sides` are those of blocks, whatever the engine's own form is.
+        """
         order = np.asarray(plan.order, np.int32)
-        state, packed = self._decode(params, state, sides, order, keep, self.settings.decode_steps, num_context)
+        form = "blocks" if in_blocks else self.form
+        state, packed = self._decode(params, state, sides, order, keep, self.settings.decode_steps, num_context, form)
         return state, as_result(packed)
 
     def score(self, params: EngineParams, token_ids: Sequence[int], adapter_slot: int) -> np.ndarray:
@@ -303,10 +314,11 @@ class MarlaasEngine(EngineBase):
         keep: Any,
         num_steps: int,
         num_context: int,
+        form: str,
     ) -> tuple[DecodeState, jax.Array]:
         if self._layered:
             return layered.decode_chunk(self.config, num_steps, num_context, params.base, sides, state, order, keep)
-        return steps.jit_decode_chunk(self.config, num_steps, num_context, self.form, params.base, sides, state, order, keep)
+        return steps.jit_decode_chunk(self.config, num_steps, num_context, form, params.base, sides, state, order, keep)
 
     def _prefill(self, params: EngineParams, tokens: Any, lengths: Any, adapters: Any) -> Prefix:
         run = layered.prefill if self._layered else steps.jit_prefill

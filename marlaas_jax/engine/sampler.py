@@ -220,6 +220,8 @@ class Sampler:
                 return False
             if request.prefix is not None:
                 return True
+            if batch and (request.message.exact or batch[0].message.exact):
+                return False  # an exact prompt is prefilled alone
             wanted = self.engine.buckets.prefill_length(len(request.message.prompt_ids))
             return len(batch) < self.engine.buckets.prefill_rows[-1] and length in (0, wanted)
 
@@ -300,21 +302,23 @@ class Sampler:
         settings, buckets = self.engine.settings, self.engine.buckets
         start = self._clock()
         adapters = {slot: row.request.adapter_slot for slot, row in self._rows.items()}
-        arranged = plan.arrange(buckets.forms, adapters, settings.num_decode_slots, self._held, _NULL)
-        sides = self._place(arranged)
+        exact = any(row.request.message.exact for row in self._rows.values())
+        forms = (buckets.exact_form,) if exact else buckets.forms
+        arranged = plan.arrange(forms, adapters, settings.num_decode_slots, self._held, _NULL)
+        sides = self._place(arranged, exact)
         pending = 1 + len(self._in_flight)
         reach = max(row.num_positions for row in self._rows.values()) + pending * settings.decode_steps
-        context = buckets.context_length(reach)
+        context = settings.max_context if exact else buckets.context_length(reach)
         keep = np.zeros(settings.num_decode_slots, bool)
         keep[list(self._rows)] = True
-        self._state, result = self.engine.decode(self._params, self._state, sides, arranged, context, keep)
+        self._state, result = self.engine.decode(self._params, self._state, sides, arranged, context, keep, exact)
         result.copy_to_host_async()
         self._in_flight.append(_Dispatch(result, dict(self._rows), start))
         return True
 
-    def _place(self, arranged: plan.Plan) -> Any:
+    def _place(self, arranged: plan.Plan, in_blocks: bool) -> Any:
         """Returns the adapters for the plan: blocks of its form with its adapters in them, or all adapters of the bank."""
-        if self.engine.form == "onehot":
+        if self.engine.form == "onehot" and not in_blocks:
             if self._held.get(0) != tuple(self._writes):
                 self._sides[0] = self.engine.all_adapters(self._params)
                 self._held[0] = tuple(self._writes)

@@ -128,21 +128,16 @@ def sample(logits_SV: jax.Array, rows: SamplingRows, completion_position_S: jax.
     inverse = 1.0 / jnp.where(greedy, 1.0, rows.temperature)
     cut = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
     matters = active_S & ~greedy
-    form = jnp.where((matters & cut).any(), 2, jnp.where((matters & (inverse != 1)).any(), 1, 0))
-
-    def plain(_):
-        return model_SB, jnp.full_like(max_S, -jnp.inf)
-
-    def tempered(_):
-        return jnp.exp((logits_SBN - max_S[:, None, None]) * inverse[:, None, None]).sum(-1), jnp.full_like(max_S, -jnp.inf)
 
     def truncated(_):
         kept_SV = _kept((logits_SV - max_S[:, None]) * inverse[:, None], rows)
-        least_S = jnp.where(kept_SV, logits_SV, jnp.inf).min(-1)
-        mass = jnp.exp((logits_SBN - max_S[:, None, None]) * inverse[:, None, None])
-        return jnp.where(logits_SBN >= least_S[:, None, None], mass, 0.0).sum(-1), least_S
+        return jnp.where(kept_SV, logits_SV, jnp.inf).min(-1)
 
-    mass_SB, least_S = jax.lax.switch(form, [plain, tempered, truncated], None)
+    # Which other rows there are decides whether this runs, so no row's own mass may depend on it: with nothing cut off, the
+    # least logit that is kept lets the same ones through as minus infinity does.
+    least_S = jax.lax.cond((matters & cut).any(), truncated, lambda _: jnp.full_like(max_S, -jnp.inf), None)
+    mass_SBN = jnp.exp((logits_SBN - max_S[:, None, None]) * inverse[:, None, None])
+    mass_SB = jnp.where(logits_SBN >= least_S[:, None, None], mass_SBN, 0.0).sum(-1)
     mass_S = mass_SB.sum(-1)
     finite &= greedy | (jnp.isfinite(mass_S) & (mass_S > 0))
     target_S = uniform(rows.seed, completion_position_S) * mass_S

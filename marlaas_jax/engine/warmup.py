@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from marlaas_jax.engine.buckets import EXACT_DECODE, EXACT_PLACE
 from marlaas_jax.engine.engine import EngineParams, MarlaasEngine
 from marlaas_jax.engine.plan import Plan
 from marlaas_jax.engine.residency import NULL_SLOT
@@ -39,6 +40,13 @@ def warm(
             for context in buckets.context_lengths:
                 progress(f"decode {form.num_rows} rows in blocks of {form.block}, context {context}")
                 state, _ = engine.decode(params, state, sides, plan, context, nobody)
+    if not buckets.in_blocks:
+        progress(EXACT_PLACE)
+        form = buckets.exact_form
+        sides = engine.place_blocks(params, engine.empty_blocks(params, form.num_blocks), {0: NULL_SLOT})
+        progress(EXACT_DECODE)
+        plan = Plan(form, tuple(range(form.num_rows)), (NULL_SLOT,) * form.num_blocks)
+        state, _ = engine.decode(params, state, sides, plan, settings.max_context, nobody, in_blocks=True)
     for length in buckets.score_lengths:
         progress(f"score {length}")
         engine.score(params, [0] * length, NULL_SLOT)

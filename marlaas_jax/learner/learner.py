@@ -2,7 +2,8 @@
 
 `step` runs one bounded dispatch. Jobs share micro-batches: the job furthest behind in service fills one first, blocks of the
 same shape of the others take the places that are left. Accumulators stay on the device between dispatches, so a micro-batch
-may be interrupted after any of its programs. A job's version rises by `minibatches` with every batch, also where a step was
+may be interrupted after any of its programs. What an exact job computes depends on its own batches alone: its micro-batches
+and its optimizer steps are shared with nobody. A job's version rises by `minibatches` with every batch, also where a step was
 skipped (nothing to learn, or a gradient that is not finite), so versions keep pace with batches.
 
 Any number of jobs may be open. As many as there are slots are resident, with masters, moments and gradients on the device; the
@@ -60,6 +61,11 @@ class _Job:
     failed: bool = False
     published: str = ""  # fingerprint of the newest snapshot
     moved: bool = False  # an update with a gradient was applied since
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its programs hold nobody else's rows (`isolation: exact`)."""
+        return self.config.isolation == "exact"
 
 
 @dataclasses.dataclass
@@ -244,7 +250,9 @@ class Learner:
         return [job for job in self._jobs.values() if not job.failed]
 
     def _due(self) -> list[_Job]:
-        return [job for job in self._live() if job.batches and job.batches[0].is_due]
+        """Returns the jobs whose optimizer steps may run as one; that of an exact job runs alone, in the smallest bucket."""
+        due = [job for job in self._live() if job.batches and job.batches[0].is_due]
+        return [job for job in due if not job.is_exact] or due[:1]
 
     def _admit(self) -> tuple[list[_Job], float]:
         """Returns the resident jobs whose blocks may run now, in the order of the queue, and the seconds that paging took.
@@ -290,7 +298,8 @@ class Learner:
         head = ready[0].batches[0].waiting()[0]
         shape, trains = head.block.shape, head.purpose == TRAIN
         work: list[tuple[_Job, Work]] = []
-        for job in ready:
+        is_alone = ready[0].is_exact
+        for job in ready[:1] if is_alone else [job for job in ready if not job.is_exact]:
             queue = job.batches[0].waiting()
             fitting = [w for w in queue if w.block.shape == shape and (w.purpose == TRAIN) == trains]
             for taken in fitting[: shape.blocks - len(work)]:
@@ -299,6 +308,8 @@ class Learner:
                 queue.remove(taken)
                 work.append((job, taken))
                 self._shares.charge(job.name, shape.tokens_per_block)
+        if is_alone:  # the places that nobody else may take are part of its price
+            self._shares.charge(ready[0].name, (shape.blocks - len(work)) * shape.tokens_per_block)
         layout = lay_out(shape, [w.block for _, w in work], self.sizes.capacity, self.sizes.num_rows, self.sizes.num_suffix)
         slots = np.zeros(shape.blocks, np.int32)
         for m, (job, w) in enumerate(work):

@@ -24,6 +24,7 @@ class Group:
     waiting_for_prompt: dict[str, list[Episode]] = dataclasses.field(default_factory=dict)
     is_gathered: bool = False  # the first requests have left
     started_at: float = 0.0
+    draw: int | None = None  # the attempt that all seeds are of; None: every attempt of an episode draws anew
 
     @property
     def ended(self) -> bool:

@@ -59,10 +59,12 @@ class JobRollout:
     def start_next(self, now: float) -> None:
         """Starts the next group."""
         if self._evaluation.waiting:
-            self.runner.start("eval", self._evaluation.waiting.popleft(), 0, 1, now, self._evaluation.phase)
+            draw = 0 if self.settings.exact else None
+            self.runner.start("eval", self._evaluation.waiting.popleft(), 0, 1, now, self._evaluation.phase, draw)
         else:
             ticket, attempt = self.book.start()
-            self.runner.start("train", ticket, attempt, self.settings.group_size, now)
+            draw = self.book.failures(ticket) if self.settings.exact else None
+            self.runner.start("train", ticket, attempt, self.settings.group_size, now, draw=draw)
 
     @property
     def num_running(self) -> int:

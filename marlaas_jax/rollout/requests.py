@@ -29,7 +29,8 @@ class Requests:
         request_id = f"{s.name}/{s.incarnation}/gen/{self._count}"
         first = episodes[0]
         sampling = s.sampling if group.split == "train" else s.eval_sampling
-        seeds = tuple(derive_seed(s.seed, group.ticket, e.attempt, e.sample, e.turn, group.split) for e in episodes)
+        drawn = lambda e: e.attempt if group.draw is None else group.draw
+        seeds = tuple(derive_seed(s.seed, group.ticket, drawn(e), e.sample, e.turn, group.split) for e in episodes)
         for episode in episodes:
             episode.enter("generate", now)
             episode.request_id = request_id
@@ -46,6 +47,7 @@ class Requests:
                 seeds=seeds,
                 sampling=_with_stop(sampling, first.stop),
                 weight=s.weight,
+                exact=s.exact,
             )
         )
 

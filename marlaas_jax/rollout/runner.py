@@ -25,7 +25,7 @@ from marlaas_jax.messages import (
     Item,
 )
 from marlaas_jax.rollout import settings as limits
-from marlaas_jax.rollout.commands import Command, EpisodeEnded, Render, ToEnv, TurnKey
+from marlaas_jax.rollout.commands import Command, EpisodeEnded, Note, Render, ToEnv, TurnKey
 from marlaas_jax.rollout.episodes import TRUNCATING, Episode, observation_record
 from marlaas_jax.rollout.groups import Group, prompt_key
 from marlaas_jax.rollout.records import Tally, episode_record
@@ -60,13 +60,19 @@ class GroupRunner:
         self._renders: dict[TurnKey, tuple[Group, str]] = {}  # key -> group, prompt key ("" for a later turn)
         self._requests = Requests(settings, send, now)
 
-    def start(self, split: str, ticket: int, attempt: int, size: int, now: float, phase: str = "") -> None:
-        """Starts a group of `size` episodes: asks for its item. `phase` tells evaluations of one item apart."""
+    def start(
+        self, split: str, ticket: int, attempt: int, size: int, now: float, phase: str = "", draw: int | None = None
+    ) -> None:
+        """Starts a group of `size` episodes: asks for its item. `phase` tells evaluations of one item apart.
+
+        draw: the attempt whose seeds are used, however many are lost on the way; None: each attempt draws anew.
+        """
         s = self.settings
-        env_seed = derive_seed(s.seed, ticket, attempt, -1, -1, split)  # one for the group: its episodes share the prompt
+        # One for the group: its episodes share the prompt.
+        env_seed = derive_seed(s.seed, ticket, attempt if draw is None else draw, -1, -1, split)
         place = ticket if split == "train" else f"{phase}-{ticket}"
         episodes = [Episode(f"{s.name}/{s.incarnation}/{split}/{place}/{i}", i, env_seed, attempt, now) for i in range(size)]
-        group = Group(split, ticket, attempt, now, episodes, started_at=now)
+        group = Group(split, ticket, attempt, now, episodes, started_at=now, draw=draw)
         self.groups[split, ticket] = group
         for episode in episodes:
             self._episodes[episode.episode_id] = (group, episode)
@@ -267,6 +273,7 @@ class GroupRunner:
         else:
             self._items.pop(group.item_request, None)
             group.item_request = ""
+            self._not_exact(group, "its item did not come in time")
             self._fail_all(group, f"item {group.ticket}: no answer within {limits.ITEM_TIMEOUT_S:.0f} s", now)
 
     def _fail_all(self, group: Group, reason: str, now: float) -> None:
@@ -351,6 +358,7 @@ class GroupRunner:
         self._requests.withdraw(episode)
         episode.lost_attempts += blamed
         if not self.settings.retry_lost or episode.lost_attempts >= self.settings.max_attempts:
+            self._not_exact(group, "a lost worker's episode was given up")
             self._end(group, episode, "failed", now, note=f"lost: {reason}")
             return
         self.tally.restarts += 1
@@ -362,6 +370,7 @@ class GroupRunner:
         s = self.settings
         if episode.stage == "render" and now - episode.since > limits.RENDER_TIMEOUT_S:
             note = f"rendering turn {episode.turn} took more than {limits.RENDER_TIMEOUT_S:.0f} s"
+            self._not_exact(group, note)
             self._end(group, episode, "failed", now, note=note)
         elif episode.stage == "generate":
             if now - max(episode.since, self._requests.last_answer) > limits.GENERATE_TIMEOUT_S:
@@ -385,11 +394,19 @@ class GroupRunner:
     def _finish_episode(
         self, group: Group, episode: Episode, outcome: str, now: float, *, reward: float | None = None, note: str = ""
     ) -> None:
+        if outcome == "timed_out":
+            self._not_exact(group, "an episode timed out")
         self._close_env(episode)
         episode.drop_trailing_observation()
         episode.end(outcome, now, reward=reward, note=note[:MAX_NOTE])
         self.tally.outcomes[outcome] += 1
         self._send(EpisodeEnded(self.settings.name, episode_record(group, episode)))
+
+    def _not_exact(self, group: Group, reason: str) -> None:
+        """Says of an exact job that the load on the machine, not the job alone, has decided something."""
+        if self.settings.exact:
+            text = f"{group.split} ticket {group.ticket}: {reason}; from here on the job need not equal its run alone"
+            self._send(Note(self.settings.name, "not_exact", text))
 
     def _close_env(self, episode: Episode) -> None:
         if episode.stage == "reset" or episode.on_worker:

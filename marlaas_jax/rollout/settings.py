@@ -34,6 +34,7 @@ class RolloutSettings:
     max_context: int  # tokens of prompt and answer together
     eval_items: int
     eval_temperature: float
+    exact: bool = False  # what is sampled depends on nothing but the job
     retry_lost: bool = True  # a lost worker's episodes start again; False where the environment says "retry: never"
 
     @property
@@ -77,5 +78,6 @@ class RolloutSettings:
             max_context=max_context,
             eval_items=eval_items,
             eval_temperature=job.eval.temperature,
+            exact=job.isolation == "exact",
             retry_lost=retry_lost,
         )

@@ -8,6 +8,7 @@ the job says, and a step of empty places only fails the job in any case.
 from collections.abc import Iterable
 
 from marlaas_jax.messages import Generated, JobReady, StepDone, TrainBatch
+from marlaas_jax.rollout import meters
 from marlaas_jax.rollout import settings as limits
 from marlaas_jax.rollout.batches import ScoredGroup, batch_metrics, score
 from marlaas_jax.rollout.commands import BatchSent, Command, JobDone, JobGivenUp, Note
@@ -43,6 +44,7 @@ class JobRollout:
         self._evaluation = Evaluation(settings.eval_items)
         self._scored: dict[int, ScoredGroup] = {}
         self._too_long: set[int] = set()  # tickets given up because no prompt of theirs fits into the context
+        self._beside = meters.total(())  # used by evaluations since the last batch left
         self._last_trained = now
         if eval_before and settings.eval_items:
             self._evaluation.begin("before")
@@ -136,6 +138,7 @@ class JobRollout:
 
     def _group_ended(self, group: Group, now: float) -> None:
         if group.split == "eval":
+            self._beside = meters.total((self._beside, meters.of_group(group)))
             self._evaluation.add(group.episodes[0].reward)
             self._advance(now)
             return
@@ -179,8 +182,13 @@ class JobRollout:
                 return
             self._too_long.difference_update(chosen)
             metrics = batch_metrics(
-                groups, step=step, batches_of=self.versions.batches, num_empty=s.groups_per_batch - len(groups)
+                groups,
+                step=step,
+                batches_of=self.versions.batches,
+                num_empty=s.groups_per_batch - len(groups),
+                beside=self._beside,
             )
+            self._beside = meters.total(())
             if step == self.book.steps_done:
                 self._last_trained = now
             batch = TrainBatch(
@@ -232,7 +240,7 @@ class JobRollout:
 
     def _done(self) -> None:
         self.state = "done"
-        self.commands.append(JobDone(self.settings.name, self.book.steps_done))
+        self.commands.append(JobDone(self.settings.name, self.book.steps_done, self._beside))
 
     def _blame(self, tickets: Iterable[int]) -> str:
         """Returns what gave these tickets up: prompts that nobody could serve, or the environment."""

@@ -106,6 +106,7 @@ class GroupRunner:
             self._end(group, episode, "failed", now, note="the environment gave neither text nor messages, or both")
             return
         if episode.stage == "reset":
+            episode.reset_s = now - episode.since
             episode.first_observation = observation_record(message)
             self._render_first(group, episode, message, now)
             return

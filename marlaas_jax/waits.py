@@ -74,4 +74,3 @@ class WaitLog:
         for key in list(self._waits)[:max_entries]:
             taken.setdefault(key[0], {})[key[1]] = self._waits.pop(key)
         return taken
-

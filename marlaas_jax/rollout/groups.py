@@ -24,6 +24,7 @@ class Group:
     waiting_for_prompt: dict[str, list[Episode]] = dataclasses.field(default_factory=dict)
     is_gathered: bool = False  # the first requests have left
     started_at: float = 0.0
+    waited_s: float = 0.0  # it could have started so much earlier
 
     @property
     def ended(self) -> bool:

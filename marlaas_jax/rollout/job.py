@@ -58,13 +58,13 @@ class JobRollout:
             return 1
         return None if self.book.next_startable() is None else self.settings.group_size
 
-    def start_next(self, now: float) -> None:
-        """Starts the next group."""
+    def start_next(self, now: float, waited_s: float = 0.0) -> None:
+        """Starts the next group, which could have started `waited_s` ago."""
         if self._evaluation.waiting:
-            self.runner.start("eval", self._evaluation.waiting.popleft(), 0, 1, now, self._evaluation.phase)
+            self.runner.start("eval", self._evaluation.waiting.popleft(), 0, 1, now, self._evaluation.phase, waited_s)
         else:
             ticket, attempt = self.book.start()
-            self.runner.start("train", ticket, attempt, self.settings.group_size, now)
+            self.runner.start("train", ticket, attempt, self.settings.group_size, now, waited_s=waited_s)
 
     @property
     def num_running(self) -> int:

@@ -31,6 +31,18 @@ MAX_SEGMENTS = 8
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
+class EtaMark(TypedDict):
+    """The forecast of a moment, in seconds; `active_s` is how long the job had run then."""
+
+    share: float
+    step: Count
+    active_s: float
+    expected_s: float
+    low_s: float
+    high_s: float
+    basis: str
+
+
 class State(TypedDict, total=False):
     """What is read back from state.json; it holds more, for people."""
 
@@ -39,6 +51,8 @@ class State(TypedDict, total=False):
     steps: Count
     adapter: str | None
     eval_before: float | None
+    used_after: dict[str, float]
+    eta_marks: list[EtaMark]
     eval_after: float | None
 
 

@@ -1,16 +1,18 @@
-"""When a job will be done: an estimate with a band, from how long its own steps took. Pure; seconds are those it was not paused.
+"""When a job will be done: an estimate with a band, from how long its own steps took. Pure.
 
-A step's time is first brought to the present number of competitors: seconds * (load now / load then) ** busy, where load is the
-weight of all running jobs over the job's own and busy the device's busy share at that step. So on a device that is never idle
-twice the competitors mean twice the time, and on one that mostly waits for environments nearly none. The rest is the mean of the
-latest steps (each capped at CAP times the median) times the steps left. The band is that times exp(+-Z * sigma), where sigma^2
+Seconds are those in which the job was not paused. A step's time is first brought to the present number of competitors:
+seconds * (load now / load then) ** busy, where load is the weight of all running jobs over the job's own and busy the device's
+busy share at that step. So on a device that is never idle twice the competitors mean twice the time, and on one that mostly
+waits for environments nearly the same. The rest is the mean of the latest steps (each capped at CAP times the median) times the
+steps left. The band is that times exp(+-Z * sigma), where sigma^2
 adds up what the mean of so many steps scatters, how far the level wanders (differences of neighbouring blocks beyond what
 scatter explains, as a random walk to the middle of what is left), how much the load changed, and a floor.
 
-Where competitors will end first, the job speeds up: that is the estimate, and the band's upper end stays at the present load or,
-if that was higher lately, at the load of then.
+Where competitors will end first, the job speeds up: that is the estimate, and the band's upper end stays at the present load
+or, if that was higher lately, at the load of then.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -61,7 +63,7 @@ def estimate(
 ) -> Span | None:
     """Returns how long `num_left` more steps and what follows them take; None where nothing is known.
 
-    load: now. sharers: (weight, seconds left at the present load) of the jobs that run beside, weights in units of the job's own.
+    load: now. sharers: (weight, seconds left at the present load) of the jobs beside it, weights in units of the job's own.
     per_step: what a quote says of one step.
     """
     if len(times) < MIN_STEPS:
@@ -97,7 +99,7 @@ def _sigma(scaled: Sequence[float], mean: float, num_left: int, loads: Sequence[
     blocks = [statistics.fmean(scaled[i : i + BLOCK]) / mean for i in range(number % BLOCK, number, BLOCK)]
     drift = 0.0
     if len(blocks) >= 2:
-        moved = statistics.fmean((b - a) ** 2 for a, b in zip(blocks, blocks[1:], strict=False))
+        moved = statistics.fmean((b - a) ** 2 for a, b in itertools.pairwise(blocks))
         within = [statistics.variance(scaled[i : i + BLOCK]) / mean**2 for i in range(number % BLOCK, number, BLOCK)]
         per_block = max(0.0, moved - 2 * statistics.fmean(within) / BLOCK)
         drift = min(MAX_DRIFT**2, per_block * (1 + num_left / BLOCK / 3))

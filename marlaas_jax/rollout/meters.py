@@ -1,7 +1,8 @@
 """What ended groups used, as their tenant is billed for it. Pure.
 
-Counted is the last attempt of each group that reaches a batch, and each evaluation that ended. An attempt that was replaced, for
-whatever reason (a worker or the device died, its tokens became too old, its environment failed), is never counted; nor is waiting.
+Counted is the last attempt of each group that reaches a batch, and each evaluation that ended. An attempt that was replaced,
+for whatever reason (a worker or the device died, its tokens became too old, its environment failed), is never counted; nor is
+waiting.
 
     prompt_tokens   the first prompt once per group and distinct prompt, since that is how often it is prefilled; for every
                     later turn all ids that stood before it, since a new turn is prefilled whole

@@ -9,7 +9,7 @@ from marlaas_jax import eta
 from marlaas_jax.eta import Span, StepTime
 
 STEPS = 100
-RUNS = 300
+RUNS = 100
 
 
 def lognormal(rng):

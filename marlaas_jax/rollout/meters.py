@@ -36,7 +36,7 @@ def of_group(group: Group) -> dict[str, float]:
 
 def total(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Returns the sums by meter; all of them are there."""
-    sums = dict.fromkeys(METERS, 0.0)
+    sums: dict[str, float] = dict.fromkeys(METERS, 0.0)
     for part in parts:
         for meter in METERS:
             sums[meter] += part.get(meter, 0.0)

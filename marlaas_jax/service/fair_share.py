@@ -7,7 +7,7 @@ A share of the device means something only among those that wanted more of it. A
 where one of its jobs had, at every dispatch of that second, something waiting for the sampler or with the learner. Counted over
 a window are the tenants that were backlogged in every second of it in which the device worked; x = device seconds over weight
 for each, weight being the sum over its backlogged jobs; and Jain's index (Jain, Chiu, Hawe 1984) is (sum x)^2 / (n sum x^2): 1
-where all had their share, 1/n where one had all. With fewer than two such tenants there is no index. Pure but for the callers' clock.
+where all had their share, 1/n where one had all. With fewer than two such tenants there is no index.
 """
 
 from collections import OrderedDict, defaultdict, deque

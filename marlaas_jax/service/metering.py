@@ -4,7 +4,8 @@ A job is billed by its committed history. Each batch's line of metrics holds wha
 there and its step is beyond the last one billed, which the store keeps (`store.usage.add_metered`) and moves in the transaction
 that adds the amounts. So a step that is trained again after a crash is not billed again, one whose bill was lost by a crash is
 billed when the job goes on, and a bill that was written without our knowing is not written twice. What the job used after its
-last batch is billed as one step more when it has succeeded. Steps whose seconds on the device were never told are billed without.
+last batch is billed as one step more when it has succeeded. A step whose seconds on the device were not told is billed
+without them.
 
 Requests that end outside of jobs are added up and written about once a second; a crash loses that second, to the tenant's gain.
 """
@@ -103,7 +104,7 @@ class Metering:
     ) -> None:
         """Bills a request that was answered, outside of any job's training: call it once per request, when it has ended.
 
-        job_id: whose adapter answered; "" is the base model. prompt_tokens: of the prompt, once however many samples were asked.
+        job_id: whose adapter answered; "" is the base model. prompt_tokens: once, however many samples.
         A request that failed on our side, or that we repeated, is not to be recorded for what the first try did.
         """
         amounts = {"prompt_tokens": prompt_tokens, "sampled_tokens": sampled_tokens, "device_s": device_s}

@@ -1,8 +1,8 @@
 """An estimate of time and cost before a job starts, with a band. Pure.
 
 Tokens are the job's sizes (steps x groups x episodes, and the evaluations) times tokens per episode. Seconds on the device are
-tokens times seconds per token. A step alone takes what steps of jobs of the same environment and sizes took, brought to a load of
-one; without such jobs, its seconds on the device and the environment's answer, which overlaps with other steps where staleness
+tokens times seconds per token. A step alone takes what steps of jobs of the same environment and sizes took, at a load of one;
+without such jobs, its seconds on the device and the environment's answer, which overlaps with other steps where staleness
 allows. Under the present load a step takes `load ** busy` times that on the device's side. What was never measured on this
 service is a default, and `basis` says so: an episode of half of `max_tokens`, a device of FIRST_GUESS_OPS_PER_S.
 """

@@ -1,7 +1,7 @@
 """What the service measured of the work of jobs: what a quote is made from. Bounded; pure.
 
 Each batch's line of metrics adds one sample to the rates of the device and to what is known of its kind of job. Kinds are told
-apart by environment, and by tenant where the environment is a file of the tenant's, and for times of whole steps by their sizes.
+apart by environment, by tenant where that is a file of the tenant's, and for times of whole steps by their sizes.
 """
 
 from collections import OrderedDict, deque

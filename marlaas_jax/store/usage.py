@@ -160,10 +160,11 @@ def sum_usage(
     query = sa.select(*chosen, table.c.meter, sa.func.sum(table.c.amount)).where(*where)
     query = query.group_by(*chosen, table.c.meter).order_by(*chosen, table.c.meter)
     totals: dict[tuple[str, ...], dict[str, float]] = {}
-    for *key, meter, amount in connection.execute(query):
-        if tuple(key) not in totals and len(totals) > limit:
+    for row in connection.execute(query):
+        key, meter, amount = tuple(row[:-2]), row[-2], row[-1]
+        if key not in totals and len(totals) > limit:
             break
-        totals.setdefault(tuple(key), {})[meter] = amount
+        totals.setdefault(key, {})[meter] = amount
     names = [name for name in columns if name in by]
     found = [(dict(zip(names, key, strict=True)), amounts) for key, amounts in totals.items()]
     return [UsageTotal(key.get("tenant"), key.get("job"), key.get("day"), amounts) for key, amounts in found]

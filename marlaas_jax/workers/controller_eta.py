@@ -7,6 +7,7 @@ trained, the band of that moment is written down (event `eta`, and `eta_marks` i
 """
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -97,7 +98,7 @@ def times_of(job: Job) -> list[StepTime]:
     """Returns how long the job's steps took; the first is left out: it holds the start and the first evaluation."""
     rows = job.files.metrics[-eta.WINDOW - 1 :]
     times = []
-    for before, row in zip(rows, rows[1:], strict=False):
+    for before, row in itertools.pairwise(rows):
         start, end = before.get("job/active_s"), row.get("job/active_s")
         if start is not None and end is not None and end >= start:
             load, busy = row.get("job/load") or 1.0, row.get("device/busy_share")

@@ -16,7 +16,7 @@ router = APIRouter(tags=["usage"], route_class=UploadRoute, dependencies=[Securi
 async def quote(api: TheApi, caller: Caller, body: Submission) -> Response:
     """Estimates time and cost of a job, each with a band, without queueing anything; takes what `POST /v1/jobs` takes.
 
-    Refuses what that would refuse, quotas apart. `basis` is "measured", or "default" where this service has measured too little.
+    Refuses what that would refuse, quotas apart. `basis` is "default" where this service has measured too little.
     """
     config = JobConfig.model_construct(**{name: getattr(body, name) for name in JobConfig.model_fields})
     files = await asyncio.to_thread(decoded, body.files)

@@ -17,6 +17,7 @@ from marlaas_jax.errors import InvalidConfig
 __all__ = ["Target", "fairness", "quote", "usage"]
 
 DIMENSIONS = ("day", "job", "tenant")
+FILE_WIDTH = 240  # where no terminal says how wide it is
 METERS = ("prompt_tokens", "sampled_tokens", "trained_tokens", "device_s", "env_s")
 
 
@@ -76,12 +77,14 @@ def fairness(target: Target, window_s: float, json: bool) -> None:
 def _print(columns: list[str], rows: list[dict[str, Any]], currency: str | None) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
-        heading = f"cost {currency}" if name == "cost" else name
+        heading = f"cost {currency}" if name == "cost" else name.removesuffix("_tokens")
         table.add_column(heading, no_wrap=True, justify="left" if name in ("day", "tenant", "job_id") else "right")
     for row in rows:
         table.add_row(*(_cell(name, row.get(name)) for name in columns))
     console = rich.console.Console()
-    console.print(table, soft_wrap=not console.is_terminal)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    console.print(table)
 
 
 def _cell(name: str, value: Any) -> str:

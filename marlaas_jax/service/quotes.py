@@ -79,7 +79,7 @@ def quote(config: JobConfig, known: Known, model: ModelConfig, max_context: int,
     num_eval = 2 * config.eval.num_items
     most = min(max_context, config.sampling.max_tokens * rollout.max_turns)
     half = min(max_context, config.sampling.max_tokens) / 2
-    sampled = known.sampled_per_episode or Range(half / 4, half, float(most), "default")
+    sampled = known.sampled_per_episode or Range(half / 16, half, float(most), "default")
     prompt = known.prompt_per_group or Range(max_context / 32, max_context / 4, float(max_context), "default")
     env_s = known.env_s_per_episode or ENV_GUESS_S
     evals = Range(num_eval * FEWER_EVAL, float(num_eval), num_eval * MORE_EVAL, sampled.basis)

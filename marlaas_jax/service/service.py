@@ -263,11 +263,11 @@ class Service:
 
     def why(self, record: JobRecord) -> str:
         """Returns in one line what a job waits for."""
+        if record.state == "queued":  # one that ran before is still with the controller, as a paused one
+            return self._why_queued().get(record.id, "") or "a place is free: it starts within a second"
         if (status := self.status(record.id)) is not None and status.waits_for:
             return status.waits_for
-        if record.state != "queued":
-            return record.reason
-        return self._why_queued().get(record.id, "") or "a place is free: it starts within a second"
+        return record.reason
 
     def quotas_of(self, tenant: Tenant) -> Quotas:
         """Returns what a tenant may use."""

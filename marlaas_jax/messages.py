@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from marlaas_jax.waits import Waits
+
 PROTOCOL_VERSION = 1
 
 
@@ -250,7 +252,12 @@ class JobWarning(Message, frozen=True):
 
 
 class DeviceStatus(Message, frozen=True):
-    """Once a second: what the device did since the last one. Seconds are busy seconds per stage and job."""
+    """Once a second: what the device did since the last one. Seconds are busy seconds per stage and job.
+
+    A job is backlogged where, at every dispatch since the last report, something of it waited in the sampler's queue or was
+    with the learner. `busy_by_job_s` and `backlogged` name jobs that had to do with the device in that time; `waits` holds at
+    most 256 entries, and what is left over comes with the next report.
+    """
 
     worker_id: str
     busy_s: dict[str, float]  # "prefill", "decode", "train", "update", "publish", "idle"
@@ -258,6 +265,8 @@ class DeviceStatus(Message, frozen=True):
     counters: dict[str, float]  # tokens, slots, queue lengths
     queued: dict[str, int]  # requests waiting, by job
     compiles_since_warmup: int
+    backlogged: tuple[str, ...] = ()
+    waits: dict[str, dict[str, Waits]] = {}  # "generate" or "train" -> job -> how long its requests or batches waited
 
 
 # ---- controller <-> environment and data workers

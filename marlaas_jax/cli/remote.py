@@ -72,12 +72,12 @@ def jobs(target: Target, states: list[str], name: str | None, labels: list[str],
             echo(True, dataclasses.asdict(job), "")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("id", "name", "state", "step", "priority", "age"):
+    for heading in ("id", "name", "state", "step", "priority", "age", "left"):
         table.add_column(heading, no_wrap=True)
     table.add_column("reason", overflow="fold")
     for job in found:
         state = Text(job.state, style=STATE_STYLES.get(job.state, ""))
-        row = (f"{job.step}/{job.steps}", str(job.priority), _age(time.time() - job.created), Text(job.reason))
+        row = (f"{job.step}/{job.steps}", str(job.priority), _age(time.time() - job.created), _left(job), Text(job.reason))
         table.add_row(job.id, Text(job.name), state, *row)
     console = rich.console.Console()
     console.print(table, soft_wrap=not console.is_terminal)
@@ -89,11 +89,14 @@ def watch(target: Target, job_id: str, json: bool) -> int:
         job = client.job(job_id)
     with target.client(LONG_S) as client:
         if not json:
-            typer.echo(f"{job.name}: {job.state}" + (f": {job.why}" if job.why else ""))
+            left = _eta(job.status)
+            typer.echo(f"{job.name}: {job.state}" + (f": {job.why}" if job.why else "") + (f"; {left}" if left else ""))
         for event in client.events(job_id):
             if json:
                 echo(True, dataclasses.asdict(event), "")
             elif (line := _watched(event, job)) is not None:
+                if event.kind == "step" and (left := _eta(event.data)):
+                    line += f", {left}"
                 typer.echo(f"[{time.strftime('%H:%M:%S', time.localtime(event.time))}] {line}")
         job = client.job(job_id)
     echo(json, {"type": "result"} | dataclasses.asdict(job), f"{job.name}: {_outcome(job)}")
@@ -184,6 +187,29 @@ def _watched(event: Event, job: Job) -> str | None:
 
 def _outcome(job: Job) -> str:
     return f"{job.state} after {job.step} of {job.steps} steps" + (f": {job.reason}" if job.reason else "")
+
+
+def duration(seconds: float) -> str:
+    """Returns a length of time for people, in its largest unit but one."""
+    if seconds < 60:
+        return f"{max(0.0, seconds):.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
+
+
+def _eta(status: dict[str, Any] | None) -> str:
+    """Returns when a job will be done, with the band; "" where that is not known."""
+    if status is None or status.get("eta_s") is None:
+        return ""
+    low, high = duration(status["eta_low_s"]), duration(status["eta_high_s"])
+    return f"{duration(status['eta_s'])} left ({low} to {high})"
+
+
+def _left(job: Job) -> str:
+    return duration(job.status["eta_s"]) if job.status is not None and job.status.get("eta_s") is not None else ""
 
 
 def _age(seconds: float) -> str:

@@ -20,6 +20,8 @@ def register(app: typer.Typer) -> None:
     """Adds the commands."""
     for command in (serve, submit, jobs, watch, events, episodes, pause, resume, cancel, checkpoints, rollback, delete, why):
         app.command()(command)
+    for command in (usage, fairness):
+        app.command()(command)
     app.add_typer(tenant_app, name="tenant")
 
 
@@ -46,15 +48,20 @@ def submit(
     label: Labels = None,
     file: Annotated[list[Path] | None, typer.Option("--file", help="Sent too, such as a module that a reward imports.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Follow it until it is over; for one job.")] = False,
+    quote: Annotated[bool, typer.Option("--quote", help="Estimate time and cost; queue nothing.")] = False,
     url: Url = None,
     api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Queues the jobs of one or more files."""
     from marlaas_jax.cli import remote as command
+    from marlaas_jax.cli import remote_usage as usage_command
 
     with remote():
         target = command.Target(url, api_key)
+        if quote:
+            usage_command.quote(target, files, list(overrides or ()), file or [], json)
+            return
         ids = command.submit(target, files, list(overrides or ()), name, priority, label or [], file or [], watch, json)
         code = command.watch(target, ids[0], json) if watch else 0
     raise typer.Exit(code)
@@ -167,6 +174,36 @@ def why(job: JobId, url: Url = None, api_key: ApiKey = None, json: Json = False)
 
     with remote():
         command.why(command.Target(url, api_key), job, json)
+
+
+def usage(
+    first_day: Annotated[str | None, typer.Option("--from", help="Of UTC, as 2026-12-01.")] = None,
+    last_day: Annotated[str | None, typer.Option("--to", help="Inclusive.")] = None,
+    job: Annotated[str | None, typer.Option(help="Of this job only, by id.")] = None,
+    by: Annotated[list[str] | None, typer.Option(help="day, job or tenant; may be repeated.")] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="As comma-separated values.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
+    """Shows what was used and its cost, by day and job; with an admin's key by tenant."""
+    from marlaas_jax.cli import remote_usage as command
+
+    with remote():
+        command.usage(command.Target(url, api_key), first_day, last_day, job, by or [], csv, json)
+
+
+def fairness(
+    window: Annotated[float, typer.Option(help="Seconds of the shares.")] = 60.0,
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
+    """Shows how long work waited in each stage, and how even the shares of the device were."""
+    from marlaas_jax.cli import remote_usage as command
+
+    with remote():
+        command.fairness(command.Target(url, api_key), window, json)
 
 
 def _act(action: str, job: str, url: str | None, api_key: str | None, json: bool) -> None:

@@ -8,7 +8,7 @@ import tempfile
 import zipfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 from urllib.parse import quote
 
 from marlaas_jax.client import job_files
@@ -61,6 +61,13 @@ class AsyncClient:
         packed = await asyncio.to_thread(_packed, job, files or {})
         body = {**packed.job, **({} if name is None else {"name": name}), "priority": priority, "labels": dict(labels or {})}
         return Job.of(await self._wire.json("POST", "/v1/jobs", body={**body, "files": _encoded(packed.files)}))
+
+    async def quote(
+        self, job: Mapping[str, Any] | str | Path, *, files: Mapping[str, bytes | Path] | None = None
+    ) -> dict[str, Any]:
+        """Returns what a job would take and cost, with bands, without queueing it; arguments as for `submit`."""
+        packed = await asyncio.to_thread(_packed, job, files or {})
+        return await self._wire.json("POST", "/v1/quotes", body={**packed.job, "files": _encoded(packed.files)})
 
     async def jobs(
         self, *, state: Sequence[str] = (), name: str | None = None, labels: Mapping[str, str] | None = None
@@ -169,11 +176,20 @@ class AsyncClient:
         return folder
 
     async def usage(
-        self, *, first_day: str | None = None, last_day: str | None = None, job_id: str | None = None
-    ) -> list[dict[str, Any]]:
-        """Returns what was used by day (of UTC, as 2026-12-01), job and meter."""
-        params = {"first_day": first_day, "last_day": last_day, "job": job_id}
-        return (await self._wire.json("GET", "/v1/usage", params=params))["usage"]
+        self,
+        *,
+        first_day: str | None = None,
+        last_day: str | None = None,
+        job_id: str | None = None,
+        by: Sequence[Literal["day", "job", "tenant"]] = (),
+    ) -> dict[str, Any]:
+        """Returns what was used and its cost: `usage` (rows), `total`, `prices`. `by`: "day", "job", "tenant"; days of UTC."""
+        params = {"first_day": first_day, "last_day": last_day, "job": job_id, "by": list(by) or None}
+        return await self._wire.json("GET", "/v1/usage", params=params)
+
+    async def fairness(self, window_s: float = 60.0) -> dict[str, Any]:
+        """Returns how long work waited in each stage, and how even the shares of the device were in the last seconds."""
+        return await self._wire.json("GET", "/v1/fairness", params={"window_s": window_s})
 
     # ---- tenants, with an admin's key
 

@@ -96,6 +96,7 @@ class Client:
         self._loop.close()
 
     submit = _blocking(AsyncClient.submit)
+    quote = _blocking(AsyncClient.quote)
     jobs = _iterating(AsyncClient.jobs)
     job = _blocking(AsyncClient.job)
     why = _blocking(AsyncClient.why)
@@ -111,6 +112,7 @@ class Client:
     checkpoints = _blocking(AsyncClient.checkpoints)
     download_adapter = _blocking(AsyncClient.download_adapter)
     usage = _blocking(AsyncClient.usage)
+    fairness = _blocking(AsyncClient.fairness)
     tenants = _blocking(AsyncClient.tenants)
     create_tenant = _blocking(AsyncClient.create_tenant)
     change_tenant = _blocking(AsyncClient.change_tenant)

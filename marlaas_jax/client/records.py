@@ -39,6 +39,7 @@ class Job(Record):
     config: dict[str, Any]
     status: dict[str, Any] | None = None  # how it stands in this moment; None: not among the running, or from a list
     why: str = ""  # what it waits for
+    usage: dict[str, Any] | None = None  # what it used, by meter, and its cost; None: from a list
 
     @property
     def is_over(self) -> bool:

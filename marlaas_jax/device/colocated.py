@@ -43,6 +43,7 @@ from marlaas_jax.messages import (
 )
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.model.identity import require_same
+from marlaas_jax.waits import Waits
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,9 @@ class ColocatedDevice:
         self._trained_tokens = 0.0
         self._longest_s = {"learner/longest_dispatch_s": 0.0, "sampler/longest_wait_s": 0.0}
         self._sampler_waits_since: float | None = None
+        self._published_by_job_s: dict[str, float] = {}  # beside what the sampler counts itself
+        self._num_dispatches = 0  # since the last look at the backlog
+        self._seen_waiting: dict[str, int] = {}  # at how many of them something of a job waited
 
     # ---- messages
 
@@ -128,6 +132,7 @@ class ColocatedDevice:
         if not sampler and not learner:
             return self._poll_saves()
         start = self._clock()
+        self._note_backlog()
         if sampler and self._sampler_waits_since is None:
             self._sampler_waits_since = start
         stage = self._choose() if sampler and learner else "sampler" if sampler else "learner"
@@ -167,6 +172,8 @@ class ColocatedDevice:
         jobs = {f"job/{name}": seconds for name, seconds in self._sampler.busy_by_job_s.items()}
         for name, seconds in self._learner.busy_by_job_s.items():
             jobs[f"job/{name}"] = jobs.get(f"job/{name}", 0.0) + seconds
+        for name, seconds in self._published_by_job_s.items():
+            jobs[f"job/{name}"] = jobs.get(f"job/{name}", 0.0) + seconds
         sampled = float(sum(self._sampler.sampled_tokens.values()))
         prefilled = float(sum(self._sampler.prefilled_tokens.values()))
         return busy | jobs | {"sampled_tokens": sampled, "prefilled_tokens": prefilled, "trained_tokens": self._trained_tokens}
@@ -178,6 +185,23 @@ class ColocatedDevice:
     def queued(self) -> dict[str, int]:
         """Returns the requests that wait in the sampler, by job."""
         return self._sampler.queued()
+
+    def take_backlogged(self) -> tuple[str, ...]:
+        """Returns the jobs of which, at every dispatch since the last call, something waited; of none where there was none."""
+        found = tuple(sorted(job for job, seen in self._seen_waiting.items() if seen == self._num_dispatches))
+        self._num_dispatches, self._seen_waiting = 0, {}
+        return found
+
+    def take_waits(self, max_entries: int = 256) -> dict[str, dict[str, Waits]]:
+        """Returns how long what started since the last call had waited, by stage and job: at most so many entries."""
+        taken = self._sampler.waits.take(max_entries)
+        left = max_entries - sum(len(jobs) for jobs in taken.values())
+        return taken | self._learner.waits.take(left)
+
+    def _note_backlog(self) -> None:
+        self._num_dispatches += 1
+        for job in {*self._sampler.queued(), *self._learner.with_batches()}:
+            self._seen_waiting[job] = self._seen_waiting.get(job, 0) + 1
 
     def compiles_since_warmup(self) -> int:
         """Returns how many programs were compiled after the warm-up; anything but 0 is a fault."""
@@ -261,14 +285,23 @@ class ColocatedDevice:
         return self._guarded(job, lambda: self._end_step(job, done))
 
     def _end_step(self, job: _Job, done: StepDone) -> list[Message]:
-        start = self._clock()
+        start, counted_s = self._clock(), self._sampler.busy_by_job_s[done.job]
         snapshot = self._publish(job, done.job)
-        self._busy_s["publish"] += self._clock() - start
+        published_s = self._clock() - start
+        self._busy_s["publish"] += published_s
+        beside_s = published_s - (self._sampler.busy_by_job_s[done.job] - counted_s)
+        self._published_by_job_s[done.job] = self._published_by_job_s.get(done.job, 0.0) + beside_s
         self._trained_tokens += done.metrics["learner/num_loss_tokens"]
         job.step = done.step
         job.ledger, job.reward = job.ledgers.pop(done.step - 1)
         saved = self._save_if_due(job)
-        metrics = {name: value for name, value in done.metrics.items() if math.isfinite(value)}
+        prefill_s, decode_s = self._sampler.s_per_token(done.job)
+        metrics = {name: value for name, value in done.metrics.items() if math.isfinite(value)} | {
+            "device/learner_s": done.metrics["learner/busy_s"],
+            "device/publish_s": published_s,
+            "device/prefill_s_per_token": prefill_s,
+            "device/decode_s_per_token": decode_s,
+        }
         step = StepDone(done.job, done.incarnation, done.step, snapshot.version, snapshot.fingerprint, metrics)
         return [step, *saved, *self._guarded(job, lambda: self._close_paused(job))]
 

@@ -26,6 +26,7 @@ class Request:
     adapter_slot: tuple[int, int] = (0, 0)  # slot of the bank, and how often it had been written; set at admission
     prefix: tuple[Prefix, int] | None = None  # kept while samples wait for decode slots
     is_admitted: bool = False
+    submitted_s: float = 0.0  # when it was queued, by the sampler's clock
     num_started: int = 0
     num_ended: int = 0
 

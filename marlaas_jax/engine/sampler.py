@@ -27,6 +27,7 @@ from marlaas_jax.messages import Generate, Generated
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.model.transformer import Params
 from marlaas_jax.text.tokenizer import Tokenizer
+from marlaas_jax.waits import WaitLog
 
 LATEST, BASE_MODEL = -1, -2  # values of Generate.version
 _NULL = (NULL_SLOT, 0)
@@ -81,6 +82,8 @@ class Sampler:
         self._compiles_at_warmup: int | None = None
         self.busy_s: dict[str, float] = defaultdict(float)  # by stage: "prefill", "decode", "publish"
         self.busy_by_job_s: dict[str, float] = defaultdict(float)
+        self.stage_s_by_job: dict[tuple[str, str], float] = defaultdict(float)  # by (stage, job)
+        self.waits = WaitLog()  # of each sample, until it has a decode slot
         self.sampled_tokens: dict[str, int] = defaultdict(int)  # by job, since the start
         self.prefilled_tokens: dict[str, int] = defaultdict(int)
 
@@ -99,6 +102,7 @@ class Sampler:
         if message.version >= 0:
             request.pinned_version = SnapshotKey(message.job, message.incarnation, message.version)
             self._snapshots.use(request.pinned_version)
+        request.submitted_s = self._clock()
         self._requests[message.request_id] = request
         self._queue.push(message.job, request, message.weight)
 
@@ -261,6 +265,7 @@ class Sampler:
             request.num_started += 1
             rows.append(row)
         self._queue.charge(job, sum(row.charged_tokens for row in rows))
+        self.waits.add("generate", job, self._clock() - request.submitted_s, len(rows))
         if request.num_started == request.num_samples:
             self._queue.remove(job, request)
         return rows
@@ -384,6 +389,7 @@ class Sampler:
         total = sum(share.values())
         for job, part in share.items():
             self.busy_by_job_s[job] += seconds * part / total
+            self.stage_s_by_job[stage, job] += seconds * part / total
 
     def counters(self) -> dict[str, float]:
         """Returns what the sampler holds now."""
@@ -398,6 +404,12 @@ class Sampler:
             "engine/sampled_tokens": sum(self.sampled_tokens.values()),
             "engine/prefilled_tokens": sum(self.prefilled_tokens.values()),
         }
+
+    def s_per_token(self, job: str) -> tuple[float, float]:
+        """Returns the device's seconds per prefilled and per sampled token of a job so far; 0 where there was none."""
+        prefilled, sampled = self.prefilled_tokens.get(job, 0), self.sampled_tokens.get(job, 0)
+        prefill_s, decode_s = (self.stage_s_by_job.get((stage, job), 0.0) for stage in ("prefill", "decode"))
+        return (prefill_s / prefilled if prefilled else 0.0), (decode_s / sampled if sampled else 0.0)
 
     def queued(self) -> dict[str, int]:
         """Returns the number of waiting requests by job."""

@@ -38,6 +38,7 @@ from marlaas_jax.messages import JobFailed, StepDone, TrainBatch
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.rl.objective import Objective, resolve
 from marlaas_jax.rl.packing import lay_out, lay_out_sequence
+from marlaas_jax.waits import WaitLog
 
 NUM_SLICES = 4  # of a dispatch: it may end after each
 ARRAYS = ("adapter", "first_moment", "second_moment")
@@ -99,7 +100,9 @@ class Learner:
         self._failures: list[JobFailed] = []  # of jobs that could not be paged in, until `step` returns them
         self._jobs: dict[str, _Job] = {}
         self._shares = Shares()
-        self.busy_by_job_s: dict[str, float] = defaultdict(float)  # of micro-batches, each block its part
+        self.busy_by_job_s: dict[str, float] = defaultdict(float)  # of micro-batches and optimizer steps, each block its part
+        self.waits = WaitLog()  # of batches, until their first block is computed
+        self._submitted_s: dict[tuple[str, int], float] = {}  # by job and step, until then
         self._cost = CostModel()
         self._running: _Running | None = None
         self._paging_s = 0.0
@@ -169,6 +172,7 @@ class Learner:
         self._jobs.pop(job, None)
         self._shares.remove(job)
         self._shelf.drop(job)
+        self._submitted_s = {key: since for key, since in self._submitted_s.items() if key[0] != job}
         slot = self._slots.release(job)
         if slot is None:
             return
@@ -189,6 +193,7 @@ class Learner:
             return False
         if batch.step > wanted:
             raise InternalError(f"job {batch.job!r}: batch {batch.step} came before batch {wanted}")
+        self._submitted_s[batch.job, batch.step] = self._clock()
         job.batches.append(Batch(batch, job.objective, job.config.sampling.max_tokens, self.sizes.shapes))
         return True
 
@@ -304,6 +309,7 @@ class Learner:
             fitting = [w for w in queue if w.block.shape == shape and (w.purpose == TRAIN) == trains]
             for taken in fitting[: shape.blocks - len(work)]:
                 job.batches[0].has_begun = True
+                self._note_wait(job)
                 self._slots.use(job.name)
                 queue.remove(taken)
                 work.append((job, taken))
@@ -323,6 +329,12 @@ class Learner:
         owners = [(job.objective, job.version) for job, _ in work]
         loss_rows = rows.loss_rows(layout, owners, self.sizes.num_rows, self.sizes.num_suffix)
         return _Running(self._executor.train_chain(layout, slots, loss_rows), work)
+
+    def _note_wait(self, job: _Job) -> None:
+        """Counts the wait of a job's first batch, once."""
+        since = self._submitted_s.pop((job.name, job.batches[0].message.step), None)
+        if since is not None:
+            self.waits.add("train", job.name, self._clock() - since)
 
     def _collect(self, running: _Running) -> None:
         """Takes a finished micro-batch's results to the batches that they belong to."""
@@ -373,8 +385,12 @@ class Learner:
             norms = np.asarray(jax.device_get(self._executor.update([self._slots[job.name] for job in stepping], hyper)))
             self.counters["updates"] += 1
             self._cost.observe([update_unit(self._model, self._executor.max_rank, len(stepping))], self._clock() - start)
+        part = (self._clock() - start) / len(due)
         done: list[StepDone | JobFailed] = []
         for job in due:
+            self._note_wait(job)  # of a batch in which nothing had to be computed
+            self.busy_by_job_s[job.name] += part
+            figures.add(job.batches[0].busy, {"busy_s": part})
             if job in stepping:
                 i = stepping.index(job)
                 self._count_step(job, float(norms[i]), hyper[i]["learning_rate"])
@@ -466,6 +482,10 @@ class Learner:
             raise InternalError(f"job {job!r}: its state was asked for between two minibatches of batch {owner.step}")
         arrays = {name: state.flatten(tree, owner.spec) for name, tree in zip(ARRAYS, self._arrays_of(owner), strict=True)}
         return {"arrays": arrays, "counters": {name: int(getattr(owner, name)) for name in COUNTERS}}
+
+    def with_batches(self) -> list[str]:
+        """Returns the jobs of which a batch is not trained yet."""
+        return [job.name for job in self._live() if job.batches]
 
     def gauges(self) -> dict[str, float]:
         """Returns the jobs held now, and what paging did since the start: moves either way and the seconds they took."""

@@ -6,10 +6,11 @@ groups whose rewards differ. An episode in which the policy sampled nothing coun
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from marlaas_jax.messages import TrainGroup, TrainRow
 from marlaas_jax.rl.advantages import group_advantages
+from marlaas_jax.rollout import meters
 from marlaas_jax.rollout.episodes import Episode
 from marlaas_jax.rollout.groups import Group
 
@@ -27,6 +28,7 @@ class ScoredGroup:
     versions: dict[int, int]  # sampled tokens per version
     metrics: dict[str, float]  # the environment's own, mean over the episodes that gave them
     duration_s: float
+    used: dict[str, float]  # by meter
 
 
 def score(group: Group, *, normalize_std: bool, now: float) -> ScoredGroup | None:
@@ -55,6 +57,7 @@ def score(group: Group, *, normalize_std: bool, now: float) -> ScoredGroup | Non
         versions=versions,
         metrics=_mean_metrics(scored),
         duration_s=now - group.started_at,
+        used=meters.of_group(group),
     )
 
 
@@ -81,9 +84,17 @@ def _row(episode: Episode, shared: int, advantage: float) -> TrainRow:
 
 
 def batch_metrics(
-    groups: list[ScoredGroup], *, step: int, batches_of: Callable[[int], int], num_empty: int
+    groups: list[ScoredGroup],
+    *,
+    step: int,
+    batches_of: Callable[[int], int],
+    num_empty: int,
+    beside: Mapping[str, float] = {},
 ) -> dict[str, float]:
-    """Returns a batch's figures, all finite. Staleness is in batches, per sampled token."""
+    """Returns a batch's figures, all finite. Staleness is in batches, per sampled token.
+
+    beside: what was used for other things since the last batch, such as evaluations; it is metered with this one.
+    """
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     missing = sum(reward is None for group in groups for reward in group.rewards)
     counts = [count for group in groups for count in group.token_counts]
@@ -110,6 +121,8 @@ def batch_metrics(
         "rollout/staleness_max": staleness_max,
         "rollout/group_s": sum(group.duration_s for group in groups) / len(groups),
     }
+    used = meters.total([*(group.used for group in groups), beside])
+    metrics |= {meters.PREFIX + meter: amount for meter, amount in used.items()}
     names = {name for group in groups for name in group.metrics}
     for name in sorted(names):
         values = [group.metrics[name] for group in groups if name in group.metrics]

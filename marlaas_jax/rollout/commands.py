@@ -75,10 +75,14 @@ class EvalDone:
 
 @dataclasses.dataclass(frozen=True)
 class JobDone:
-    """All batches are trained and the last evaluation is over: the job may be finished."""
+    """All batches are trained and the last evaluation is over: the job may be finished.
+
+    used: by meter, what no batch has told of.
+    """
 
     job: str
     step: int
+    used: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)

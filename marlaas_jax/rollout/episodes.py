@@ -32,6 +32,7 @@ class Turn:
     latest_version: int
     fingerprint: str
     generate_s: float
+    num_context_tokens: int  # prompt and earlier turns: the ids that it was asked with
     env_s: float | None = None
     observation: dict[str, Any] | None = None  # what the environment said after it
 
@@ -49,6 +50,7 @@ class Episode:
     on_worker: bool = False  # a worker knows this attempt
     lost_attempts: int = 0  # of these, how many are blamed on this episode
     used_s: float = 0.0
+    reset_s: float = 0.0  # the environment's start took
     turn: int = 0
     prompt_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -114,12 +116,14 @@ class Episode:
         self.sent_at_batch = None
         self.on_worker = False
         self.used_s = 0.0
+        self.reset_s = 0.0
         self.stage = "reset"
         self.since = now
 
     def add_sampled(self, generated: Generated, now: float) -> None:
         """Appends a completion as it was sampled."""
         count = len(generated.token_ids)
+        num_context_tokens = len(self.prompt_ids) + len(self.token_ids)
         self.token_ids.extend(generated.token_ids)
         self.loss_mask.extend(b"\x01" * count)
         self.logprobs.extend(generated.logprobs)
@@ -133,6 +137,7 @@ class Episode:
                 latest_version=generated.latest_version,
                 fingerprint=generated.fingerprint,
                 generate_s=now - self.since,
+                num_context_tokens=num_context_tokens,
             )
         )
         self.request_id = ""

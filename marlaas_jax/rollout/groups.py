@@ -25,6 +25,7 @@ class Group:
     is_gathered: bool = False  # the first requests have left
     started_at: float = 0.0
     draw: int | None = None  # the attempt that all seeds are of; None: every attempt of an episode draws anew
+    waited_s: float = 0.0  # it could have started so much earlier
 
     @property
     def ended(self) -> bool:

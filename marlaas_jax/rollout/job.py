@@ -8,6 +8,7 @@ the job says, and a step of empty places only fails the job in any case.
 from collections.abc import Iterable
 
 from marlaas_jax.messages import Generated, JobReady, StepDone, TrainBatch
+from marlaas_jax.rollout import meters
 from marlaas_jax.rollout import settings as limits
 from marlaas_jax.rollout.batches import ScoredGroup, batch_metrics, score
 from marlaas_jax.rollout.commands import BatchSent, Command, JobDone, JobGivenUp, Note
@@ -43,6 +44,7 @@ class JobRollout:
         self._evaluation = Evaluation(settings.eval_items)
         self._scored: dict[int, ScoredGroup] = {}
         self._too_long: set[int] = set()  # tickets given up because no prompt of theirs fits into the context
+        self._beside = meters.total(())  # used by evaluations since the last batch left
         self._last_trained = now
         if eval_before and settings.eval_items:
             self._evaluation.begin("before")
@@ -56,15 +58,15 @@ class JobRollout:
             return 1
         return None if self.book.next_startable() is None else self.settings.group_size
 
-    def start_next(self, now: float) -> None:
-        """Starts the next group."""
+    def start_next(self, now: float, waited_s: float = 0.0) -> None:
+        """Starts the next group, which could have started `waited_s` ago."""
         if self._evaluation.waiting:
             draw = 0 if self.settings.exact else None
-            self.runner.start("eval", self._evaluation.waiting.popleft(), 0, 1, now, self._evaluation.phase, draw)
+            self.runner.start("eval", self._evaluation.waiting.popleft(), 0, 1, now, self._evaluation.phase, draw, waited_s)
         else:
             ticket, attempt = self.book.start()
             draw = self.book.failures(ticket) if self.settings.exact else None
-            self.runner.start("train", ticket, attempt, self.settings.group_size, now, draw=draw)
+            self.runner.start("train", ticket, attempt, self.settings.group_size, now, draw=draw, waited_s=waited_s)
 
     @property
     def num_running(self) -> int:
@@ -137,6 +139,7 @@ class JobRollout:
 
     def _group_ended(self, group: Group, now: float) -> None:
         if group.split == "eval":
+            self._beside = meters.total((self._beside, meters.of_group(group)))
             self._evaluation.add(group.episodes[0].reward)
             self._advance(now)
             return
@@ -180,8 +183,13 @@ class JobRollout:
                 return
             self._too_long.difference_update(chosen)
             metrics = batch_metrics(
-                groups, step=step, batches_of=self.versions.batches, num_empty=s.groups_per_batch - len(groups)
+                groups,
+                step=step,
+                batches_of=self.versions.batches,
+                num_empty=s.groups_per_batch - len(groups),
+                beside=self._beside,
             )
+            self._beside = meters.total(())
             if step == self.book.steps_done:
                 self._last_trained = now
             batch = TrainBatch(
@@ -233,7 +241,7 @@ class JobRollout:
 
     def _done(self) -> None:
         self.state = "done"
-        self.commands.append(JobDone(self.settings.name, self.book.steps_done))
+        self.commands.append(JobDone(self.settings.name, self.book.steps_done, self._beside))
 
     def _blame(self, tickets: Iterable[int]) -> str:
         """Returns what gave these tickets up: prompts that nobody could serve, or the environment."""

@@ -24,6 +24,7 @@ from marlaas_jax.rollout.job import JobRollout
 from marlaas_jax.rollout.pools import Call, EpisodeKey, Pool, Worker
 from marlaas_jax.rollout.records import Wait
 from marlaas_jax.rollout.settings import RolloutSettings
+from marlaas_jax.waits import WaitLog
 
 MAX_DEATHS_IN_A_ROW = 5  # workers of one pool lost without a single answered step in between
 
@@ -39,6 +40,8 @@ class Orchestrator:
         self._shares: dict[str, Shares] = {}
         self._workers: dict[str, Pool] = {}
         self._commands: list[Command] = []
+        self.waits = WaitLog()  # of episodes, from when their group could start until a worker has them
+        self._startable_since: dict[str, float] = {}  # jobs with a group that could start
 
     # ---- pools and workers
 
@@ -93,6 +96,7 @@ class Orchestrator:
     def remove_job(self, job: str, now: float) -> None:
         """Forgets a job."""
         self._close(job, now)
+        self._startable_since.pop(job, None)
         name = self._pool_of.pop(job, None)
         if name is None:
             return
@@ -253,7 +257,7 @@ class Orchestrator:
         ready = {job for worker in pool.workers.values() for job in worker.jobs if job in self.jobs}
         running = sum(self.jobs[job].num_running for job in pool.jobs if job in self.jobs)
 
-        while costs := {job: cost for job in ready if (cost := self.jobs[job].next_cost()) is not None}:
+        while costs := self._startable(pool, ready, now):
             job = self._shares[pool.name].order(costs)[0]
             # A group larger than the pool runs alone. Else nobody starts where the first has no room: small groups would keep a
             # large one out for ever.
@@ -261,9 +265,20 @@ class Orchestrator:
                 break
             self._shares[pool.name].charge(job, costs[job])
             before = self.jobs[job].num_running
-            self.jobs[job].start_next(now)
+            waited_s = now - self._startable_since.pop(job)
+            self.jobs[job].start_next(now, waited_s)
             running += self.jobs[job].num_running - before
             self._collect(self.jobs[job], now)
+
+    def _startable(self, pool: Pool, ready: set[str], now: float) -> dict[str, int]:
+        """Returns the episodes of the next group of each job that could start one; notes since when it could."""
+        costs = {job: cost for job in ready if (cost := self.jobs[job].next_cost()) is not None}
+        for job in pool.jobs:
+            if job in costs:
+                self._startable_since.setdefault(job, now)
+            else:
+                self._startable_since.pop(job, None)
+        return costs
 
     def _collect(self, rollout: JobRollout, now: float) -> None:
         while rollout.commands:
@@ -310,7 +325,8 @@ class Orchestrator:
             worker.episodes.add(key)
             self._track(worker, key, message.timeout_s, "reset", now)
             self._commands.append(Send(worker.worker_id, message))
-            job.runner.on_env_sent(message.episode_id, message.attempt, now)
+            if (waited_s := job.runner.on_env_sent(message.episode_id, message.attempt, now)) is not None:
+                self.waits.add("environment", message.job, waited_s)
 
     @staticmethod
     def _track(worker: Worker, key: EpisodeKey, timeout_s: float, stage: str, now: float) -> None:

@@ -61,18 +61,27 @@ class GroupRunner:
         self._requests = Requests(settings, send, now)
 
     def start(
-        self, split: str, ticket: int, attempt: int, size: int, now: float, phase: str = "", draw: int | None = None
+        self,
+        split: str,
+        ticket: int,
+        attempt: int,
+        size: int,
+        now: float,
+        phase: str = "",
+        draw: int | None = None,
+        waited_s: float = 0.0,
     ) -> None:
         """Starts a group of `size` episodes: asks for its item. `phase` tells evaluations of one item apart.
 
         draw: the attempt whose seeds are used, however many are lost on the way; None: each attempt draws anew.
+        waited_s: the group could have started so much earlier.
         """
         s = self.settings
         # One for the group: its episodes share the prompt.
         env_seed = derive_seed(s.seed, ticket, attempt if draw is None else draw, -1, -1, split)
         place = ticket if split == "train" else f"{phase}-{ticket}"
         episodes = [Episode(f"{s.name}/{s.incarnation}/{split}/{place}/{i}", i, env_seed, attempt, now) for i in range(size)]
-        group = Group(split, ticket, attempt, now, episodes, started_at=now, draw=draw)
+        group = Group(split, ticket, attempt, now, episodes, started_at=now, draw=draw, waited_s=waited_s)
         self.groups[split, ticket] = group
         for episode in episodes:
             self._episodes[episode.episode_id] = (group, episode)
@@ -93,12 +102,16 @@ class GroupRunner:
         for episode in group.episodes:
             self._reset(episode, group, now)
 
-    def on_env_sent(self, episode_id: str, attempt: int, now: float) -> None:
-        """A reset has left for a worker that is ready: the episode's clock starts."""
+    def on_env_sent(self, episode_id: str, attempt: int, now: float) -> float | None:
+        """A reset has left for a worker that is ready: the episode's clock starts. Returns how long it waited for that."""
         found = self._find(episode_id, attempt)
-        if found and found[1].stage == "reset":
-            found[1].on_worker = True
-            found[1].since = now
+        if found is None or found[1].stage != "reset":
+            return None
+        group, episode = found
+        waited_s = group.waited_s + now - episode.since
+        episode.on_worker = True
+        episode.since = now
+        return waited_s
 
     def on_env_observation(self, message: EnvObservation, now: float) -> None:
         """The environment shows something: a first prompt, or what follows a turn."""
@@ -112,6 +125,7 @@ class GroupRunner:
             self._end(group, episode, "failed", now, note="the environment gave neither text nor messages, or both")
             return
         if episode.stage == "reset":
+            episode.reset_s = now - episode.since
             episode.first_observation = observation_record(message)
             self._render_first(group, episode, message, now)
             return

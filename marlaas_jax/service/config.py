@@ -17,6 +17,7 @@ from marlaas_jax.config import (
 )
 from marlaas_jax.documents import read_yaml
 from marlaas_jax.errors import InvalidConfig, short
+from marlaas_jax.service.prices import Prices
 from marlaas_jax.service.quotas import Quotas
 
 
@@ -31,6 +32,8 @@ class ServiceConfig(Section):
     max_running_jobs: Annotated[int, Field(ge=1, le=4096)] = 32  # of all tenants; others wait in the queue
     drain_s: Annotated[float, Field(gt=0)] = 120.0  # for running steps to end and be saved after SIGTERM
     quotas: Quotas = Quotas()  # of a tenant that has none of its own
+    prices: Prices | None = None  # None: use is told without its cost
+    usage_job_days: Annotated[int, Field(ge=1, le=36500)] = 400  # use is kept by job for so long, by tenant for ever
 
     @property
     def db_url(self) -> str:

@@ -41,11 +41,11 @@ class Load:
 
 def why_queued(quotas: Quotas, load: Load, free_places: int) -> str:
     """Returns in one sentence why the tenant's next job waits, or "" if it may start: it takes a place and an adapter."""
-    if _is_reached(quotas.max_running_jobs, load.running_jobs):
+    if is_reached(quotas.max_running_jobs, load.running_jobs):
         return f"max_running_jobs={quotas.max_running_jobs}: this tenant has {load.running_jobs} running"
-    if _is_reached(quotas.max_resident_adapters, load.resident_adapters):
+    if is_reached(quotas.max_resident_adapters, load.resident_adapters):
         return f"max_resident_adapters={quotas.max_resident_adapters}: this tenant has {load.resident_adapters} resident"
-    if _is_reached(quotas.tokens_per_day, load.tokens_today):
+    if is_reached(quotas.tokens_per_day, load.tokens_today):
         return f"tokens_per_day={quotas.tokens_per_day}: this tenant used {load.tokens_today:.0f} since 0:00 UTC"
     if free_places <= 0:
         return "all places for running jobs are taken"
@@ -54,13 +54,13 @@ def why_queued(quotas: Quotas, load: Load, free_places: int) -> str:
 
 def why_refused(quotas: Quotas, load: Load, *, jobs: int = 0, tokens: int = 0) -> str:
     """Returns in one sentence why that many more jobs or tokens of requests cannot be queued, or ""."""
-    if jobs and _is_reached(quotas.max_queued_jobs, load.queued_jobs + jobs - 1):
+    if jobs and is_reached(quotas.max_queued_jobs, load.queued_jobs + jobs - 1):
         return f"max_queued_jobs={quotas.max_queued_jobs}: this tenant has {load.queued_jobs} waiting, {jobs} more asked"
-    if tokens and _is_reached(quotas.max_queued_tokens, load.queued_tokens + tokens - 1):
+    if tokens and is_reached(quotas.max_queued_tokens, load.queued_tokens + tokens - 1):
         return (
             f"max_queued_tokens={quotas.max_queued_tokens}: this tenant has {load.queued_tokens} waiting, {tokens} more asked"
         )
-    if tokens and _is_reached(quotas.tokens_per_day, load.tokens_today):
+    if tokens and is_reached(quotas.tokens_per_day, load.tokens_today):
         return f"tokens_per_day={quotas.tokens_per_day}: this tenant used {load.tokens_today:.0f} since 0:00 UTC"
     return ""
 
@@ -111,10 +111,11 @@ class DailyTokens:
 
     def retry_after(self, tenant: str, quotas: Quotas, now: float) -> float | None:
         """Returns the seconds to the next day if the tenant has used its tokens, else None."""
-        if not _is_reached(quotas.tokens_per_day, self.used(tenant, now)):
+        if not is_reached(quotas.tokens_per_day, self.used(tenant, now)):
             return None
         return DAY_S - now % DAY_S
 
 
-def _is_reached(limit: int | None, value: float) -> bool:
+def is_reached(limit: int | None, value: float) -> bool:
+    """Whether a limit is used up; None is none."""
     return limit is not None and value >= limit

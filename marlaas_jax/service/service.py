@@ -23,22 +23,28 @@ import sqlalchemy as sa
 
 from marlaas_jax.config import JobConfig, validate
 from marlaas_jax.errors import CorruptFile, InvalidRequest, MarlaasError, NotFound, QuotaExceeded, StorageError
+from marlaas_jax.messages import DeviceStatus
 from marlaas_jax.rollout.records import Wait
+from marlaas_jax.service import quotes
 from marlaas_jax.service.admission import Admission, QueuedJob, TenantState, reasons
 from marlaas_jax.service.config import ServiceConfig, check_fits
 from marlaas_jax.service.events import EventStream
+from marlaas_jax.service.fair_share import FairShare
 from marlaas_jax.service.files import check_upload, localized, move_upload, write_upload
 from marlaas_jax.service.fitting import Fitting
-from marlaas_jax.service.quotas import Load, Quotas, why_refused
+from marlaas_jax.service.metering import Metering
+from marlaas_jax.service.quotas import Load, Quotas, is_reached, why_queued, why_refused
+from marlaas_jax.service.rates import Rates
 from marlaas_jax.service.rollback import LEAVE_S, Rollbacks
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store import tenants as tenant_table
+from marlaas_jax.store import usage as usage_table
 from marlaas_jax.store.engine import Store
 from marlaas_jax.store.jobs import LIVE, JobRecord, JobState
 from marlaas_jax.store.tenants import Tenant
 from marlaas_jax.workers.controller import DEVICE_MODULE, Controller
 from marlaas_jax.workers.controller_jobs import Job
-from marlaas_jax.workers.controller_status import FAILED, PAUSED, JobStatus
+from marlaas_jax.workers.controller_status import FAILED, PAUSED, RUNNING, STARTING, JobStatus
 from marlaas_jax.workers.controller_why import told_in_one_line
 
 log = logging.getLogger(__name__)
@@ -67,12 +73,17 @@ class Service:
         self._submitting: Counter[str] = Counter()  # jobs of a tenant that are about to be queued
         self._uploads = self.data_dir / "uploads"  # until their job is in the store
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.metering = Metering(store, clock, config.usage_job_days)
+        self.fair_share = FairShare()
+        self.rates = Rates()
+        self._over_quota: set[str] = set()  # jobs that are being paused to wait in the queue
         self.controller = Controller(
             config.sized_runtime(),
             self.data_dir,
             on_event=self._on_event,
             on_step=self._on_step,
             on_over=self._on_over,
+            on_device_status=self._on_device_status,
             device_module=device_module,
         )
         self._fitting = Fitting(self.controller.runtime)
@@ -86,6 +97,7 @@ class Service:
             self._records[record.id] = record
         for tenant in await self.store.aread(tenant_table.list_tenants):
             self._tenants[tenant.id] = tenant
+        await self.metering.start()
 
         def started() -> None:
             self.controller.start_device()
@@ -95,6 +107,7 @@ class Service:
                 else:
                     self._start(record)
             self._spawn(self._admit_forever())
+            self._spawn(self.metering.run())
             ready()
 
         try:
@@ -103,6 +116,10 @@ class Service:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            try:
+                await self.metering.flush()
+            except MarlaasError as error:  # jobs are billed when they go on
+                log.warning("use not written bills=%d reason=%s", self.metering.num_unwritten, error)
             await self.events.close()
 
     async def drain(self) -> None:
@@ -149,6 +166,23 @@ class Service:
         self.events.add("job_queued", record, {})
         self._wake.set()
         return record
+
+    async def quote(self, tenant: Tenant, config: JobConfig, *, files: Mapping[str, bytes] = {}) -> quotes.Quote:
+        """Returns what a job would take. Raises as `submit` does for what is wrong with it, and queues nothing."""
+        check_fits(config, self.controller.runtime)
+        check_upload(files)
+        localized(config, files, Path("/"))
+        if config.lora.init_from is not None:
+            await self._own_adapter(tenant, config.lora.init_from)
+        waits_for = why_queued(self.quotas_of(tenant), self._load(tenant), self._free_places())
+        return self._quote(tenant.id, config, waits_for)
+
+    def _quote(self, tenant_id: str, config: JobConfig, waits_for: str = "") -> quotes.Quote:
+        assert self.controller.model is not None, "the service is not served"
+        beside = sum(job.config.weight for job in self.controller.jobs.values() if job.state == RUNNING)
+        load = quotes.Load(1.0 + beside / config.weight, self.controller.busy_share, waits_for)
+        known = self.rates.known(tenant_id, config)
+        return quotes.quote(config, known, self.controller.model, self.controller.runtime.engine.max_context, load)
 
     async def _add(
         self,
@@ -200,6 +234,7 @@ class Service:
         """Pauses a queued or running job; a running one first trains and commits what it has begun."""
         record = await self.job(tenant, job_id)
         if record.state == "running":
+            self._over_quota.discard(job_id)
             self.controller.pause(job_id)
             return await self.job(tenant, job_id)
         return await self._move(record, "paused", ("queued",))
@@ -210,7 +245,11 @@ class Service:
 
     async def cancel(self, tenant: Tenant, job_id: str) -> JobRecord:
         """Ends a job for good; what it trained stays."""
-        record = await self._move(await self.job(tenant, job_id), "cancelled", LIVE)
+        record = await self.job(tenant, job_id)
+        if (job := self.controller.jobs.get(record.id)) is not None:
+            self.metering.collect(job)
+            await self.metering.flush()
+        record = await self._move(record, "cancelled", LIVE)
         if (job := self.controller.jobs.get(job_id)) is not None and not job.is_over:
             self.controller.cancel(job_id, "cancelled by its owner")
         return record
@@ -258,6 +297,12 @@ class Service:
         record = await self.job(tenant, job_id)
         await self.store.awrite(job_table.delete_job, record.id, tenant_id=self._scope(tenant))
         await asyncio.to_thread(shutil.rmtree, self.folder(record.id), ignore_errors=True)
+
+    async def amounts(self, record: JobRecord) -> dict[str, float]:
+        """Returns what a job was billed for so far, by meter."""
+        if record.id in self._records:
+            return self.metering.used_by(record.id)
+        return (await self.store.aread(usage_table.used_by_job, [record.id])).get(record.id, {})
 
     def status(self, job_id: str) -> JobStatus | None:
         """Returns how a job in the controller stands, None for one that is not there."""
@@ -313,6 +358,7 @@ class Service:
             for queued in self._admission.choose(self._queued(), self._tenant_states(), self._free_places()):
                 async with self._admitting:
                     await self._admit(queued.id)
+            self._stop_beyond_quota()
 
     async def _admit(self, job_id: str) -> None:
         """Starts a queued job, unless it was paused, cancelled or deleted since it was chosen."""
@@ -329,6 +375,8 @@ class Service:
 
     def _start(self, record: JobRecord) -> None:
         """Gives a job to the controller: new, or going on from its last committed step."""
+        self.metering.open_job(record.id, record.tenant_id)
+        self.fair_share.open_job(record.id, record.tenant_id, record.config.get("weight", 1.0))
         job = self.controller.jobs.get(record.id)
         if job is not None and job.state == PAUSED:
             self.controller.unpause(record.id)
@@ -342,10 +390,21 @@ class Service:
                 changes["lora"] = config.lora.model_copy(update={"init_from": self._adapter_path(config.lora.init_from)})
             config = localized(config, names, folder / "files").model_copy(update=changes)
             job = self.controller.add(config, folder, resume=(folder / "state.json").is_file())
+            job.quoted_step = self._quote(record.tenant_id, JobConfig.model_validate(record.config)).per_step
             if job.is_over:  # it ended before a crash, and the store was not told
                 self._on_over(job)
         except (MarlaasError, ValueError) as error:
             self._spawn(self._move(record, "failed", ("running",), f"it cannot be started: {error}"))
+
+    def _stop_beyond_quota(self) -> None:
+        """Puts running jobs back into the queue where their tenant has used its tokens of the day."""
+        for record in self._records.values():
+            tenant = self._tenants[record.tenant_id]
+            if record.state == "running" and is_reached(self.quotas_of(tenant).tokens_per_day, self._load(tenant).tokens_today):
+                job = self.controller.jobs.get(record.id)
+                if job is not None and job.state in (STARTING, RUNNING):
+                    self._over_quota.add(record.id)
+                    self.controller.pause(record.id)
 
     def _queued(self) -> list[QueuedJob]:
         return [
@@ -372,6 +431,7 @@ class Service:
             running_jobs=states["running"],
             queued_jobs=states["queued"] + self._submitting[tenant.id],
             resident_adapters=states["running"],
+            tokens_today=self.metering.tokens_today(tenant.id),
         )
 
     # ---- what the controller tells
@@ -383,13 +443,25 @@ class Service:
         data = {name: value for name, value in event.items() if name not in ("time", "kind", "job")}
         self.events.add(event["kind"], record, data)
 
+    def _on_device_status(self, status: DeviceStatus) -> None:
+        self.fair_share.report(status, self.controller.orchestrator.waits.take(), time.monotonic())
+
     def _on_step(self, job: Job, metrics: dict[str, Any]) -> None:
+        self.metering.collect(job)
         record = self._records[job.name]
-        self.events.add("step", record, {name: metrics.get(name) for name in ("step", "rollout/reward_mean", "version")})
+        rows = job.files.metrics
+        self.rates.observe(
+            record.tenant_id, JobConfig.model_validate(record.config), metrics, rows[-2] if len(rows) > 1 else None
+        )
+        told = {name: metrics.get(name) for name in ("step", "rollout/reward_mean", "version")}
+        if (left := self.controller.left(job.name)) is not None:
+            told |= {"eta_s": left.expected_s, "eta_low_s": left.low_s, "eta_high_s": left.high_s}
+        self.events.add("step", record, told)
         self._records[record.id] = dataclasses.replace(record, step=job.step, updated=self._clock())
         self._spawn(self.store.awrite(job_table.update_job, record.id, now=self._clock(), step=job.step))
 
     def _on_over(self, job: Job) -> None:
+        self.metering.collect(job)
         record = self._records.get(job.name)
         if self._rollbacks.on_over(job):
             return
@@ -397,7 +469,9 @@ class Service:
             return  # cancelled: the store knows
         if job.state == PAUSED:
             if not self._is_draining:
-                self._spawn(self._move(record, "paused", ("running",)))
+                state = "queued" if job.name in self._over_quota else "paused"
+                self._over_quota.discard(job.name)
+                self._spawn(self._move(record, state, ("running",)))
             return
         if job.state == FAILED:
             self._spawn(self._settle(record, "failed", f"{job.kind}: {job.reason}"))
@@ -410,6 +484,7 @@ class Service:
         """Tells the store how a running job ended, again and again while it cannot be written."""
         while True:
             try:
+                await self.metering.flush()  # first: nobody looks again what an ended job used
                 await self._move(record, state, ("running",), reason)
                 return
             except (StorageError, CorruptFile) as error:
@@ -428,6 +503,9 @@ class Service:
         else:
             self._records.pop(record.id, None)
             self._fitting.forget(record.id)
+            self._over_quota.discard(record.id)
+            self.metering.close_job(record.id)
+            self.fair_share.close_job(record.id)
             if (job := self.controller.jobs.get(record.id)) is not None and job.is_over:
                 self.controller.forget(record.id)
         self.events.add(f"job_{state}", moved, {"reason": reason} if reason else {})

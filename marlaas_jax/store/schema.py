@@ -115,6 +115,13 @@ usage = sa.Table(
     sa.Index("usage_of_day", "day", "meter"),
 )
 
+metered = sa.Table(
+    "metered",
+    METADATA,
+    sa.Column("source", Text, primary_key=True),  # a job, or a process that bills requests
+    sa.Column("seq", sa.BigInteger, nullable=False),  # of its last bill in `usage`
+)
+
 
 def to_json(value: Any) -> str:
     """Returns strict JSON; a number that is not finite becomes null."""
@@ -147,3 +154,5 @@ def prepare(connection: sa.Connection, place: str) -> None:
         raise InvalidConfig(f"db={place}: holds a table {min(found)!r} of something else; name an empty database")
     elif (version := connection.execute(sa.select(sa.func.max(schema_version.c.version))).scalar()) != VERSION:
         raise InvalidConfig(f"db={place}: its schema is version {version}; this marlaas_jax reads version {VERSION}")
+    else:
+        METADATA.create_all(connection)  # tables that were added since; what a table looks like changes with the version only

@@ -27,6 +27,7 @@ from marlaas_jax.errors import (
     WorkerLost,
     user_error,
 )
+from marlaas_jax.eta import Span
 from marlaas_jax.messages import (
     AddJob,
     CancelGenerate,
@@ -56,6 +57,7 @@ from marlaas_jax.messages import (
     WorkerFailed,
 )
 from marlaas_jax.model import usable
+from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.rollout.commands import (
     BatchSent,
     Command,
@@ -76,6 +78,7 @@ from marlaas_jax.transport.flow import PeerLost
 from marlaas_jax.transport.server import Server
 from marlaas_jax.workers import folder_lock
 from marlaas_jax.workers.controller_device import SILENCE_S, DeviceLink
+from marlaas_jax.workers.controller_eta import Forecasts
 from marlaas_jax.workers.controller_files import Log, writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_processes import Processes
@@ -108,7 +111,7 @@ class Controller:
 
     `is_strict`: what is wrong with a new job's environment ends everything with an InvalidConfig, as the one who waits for
     `marlaas run` wants it; else it ends that job. `on_step` is called with each trained batch's metrics, `on_over` with each
-    job that has ended or is paused.
+    job that has ended or is paused, `on_device_status` with each report of the device.
     `device_module` is what runs as the device's process; tests give a fake one.
     """
 
@@ -121,6 +124,7 @@ class Controller:
         on_event: OnEvent | None = None,
         on_step: Callable[[Job, dict[str, Any]], None] = lambda job, metrics: None,
         on_over: Callable[[Job], None] = lambda job: None,
+        on_device_status: Callable[[DeviceStatus], None] = lambda status: None,
         is_strict: bool = False,
         device_module: str = DEVICE_MODULE,
     ):
@@ -133,6 +137,7 @@ class Controller:
         self._on_event = on_event
         self._on_step = on_step
         self._on_over = on_over
+        self._on_device_status = on_device_status
         self._is_strict = is_strict
         self._device_module = device_module
         self._events = Log(self.folder / "events.jsonl")
@@ -142,7 +147,9 @@ class Controller:
         self._device = DeviceLink()
         self._suspects = SuspectJobs(self.event)
         self._interrupted_at: float | None = self._started  # or when the device was lost; None: a step was trained since
+        self._forecasts = Forecasts(self.event)
         self._lag_s = 0.0
+        self.model: ModelConfig | None = None  # once `serve` has looked at it
         self._last_words: dict[str, str] = {}  # of workers that said why they fail
         self._last_death: dict[str, str] = {}  # why a place's last process ended
         self._server: Server
@@ -153,6 +160,11 @@ class Controller:
     def elapsed_s(self) -> float:
         """Seconds since the controller was made."""
         return time.monotonic() - self._started
+
+    @property
+    def busy_share(self) -> float:
+        """The share of the last second in which the device worked; 1 where that is not known."""
+        return self._device.busy_share
 
     @property
     def has_device(self) -> bool:
@@ -270,6 +282,7 @@ class Controller:
     def forget(self, name: str) -> None:
         """Drops a job that is over or paused from the books."""
         assert not self.jobs[name].is_live, name
+        self._forecasts.forget(name)
         self.jobs.pop(name).files.close()
 
     def _open(self, job: Job) -> None:
@@ -286,7 +299,7 @@ class Controller:
 
     def _load_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer, once its configuration and the headers of its weights are known to be usable."""
-        folder, _ = usable.require(self.runtime.model, self.runtime.engine.max_context)
+        folder, self.model = usable.require(self.runtime.model, self.runtime.engine.max_context)
         return Tokenizer.load(folder, self.runtime.chat_template)
 
     async def _stop(self, tasks: list[asyncio.Task]) -> None:
@@ -380,6 +393,7 @@ class Controller:
                 self._device.report(message)
                 if "start_s" in message.counters:
                     self.event("device_ready", figures=message.counters)
+                self._on_device_status(message)
             case JobReady():
                 if self._is_current(message):
                     self.jobs[message.job].device_ready = message
@@ -484,7 +498,9 @@ class Controller:
             text = f"{'resumed' if job.is_resumed else 'started'}: first step after {after_s:.1f} s"
             log.info("%s job=%s step=%d", text, job.name, message.step)
             self.event("first_step", job.name, step=message.step, after_s=after_s, text=text)
-        self._on_step(job, job.trained(message))
+        line = job.trained(message, self._forecasts.figures(job, self.jobs.values(), self._device.busy_share))
+        self._forecasts.stepped(job, self.jobs.values())
+        self._on_step(job, line)
         self.orchestrator.on_step_done(message, now)
 
     def _on_rendered(self, key: TurnKey, token_ids: tuple[int, ...], error: str) -> None:
@@ -496,6 +512,7 @@ class Controller:
         if job.state != FINISHING:
             return
         job.adapter = message.export_dir
+        self._forecasts.finished(job)
         job.succeed()
         self.event("job_succeeded", job.name, step=job.step, adapter=message.export_dir)
         self._retire(job)
@@ -660,6 +677,7 @@ class Controller:
             case EvalDone():
                 self._on_eval_done(command)
             case JobDone():
+                self.jobs[command.job].files.save_state(used_after=command.used)
                 self._on_job_done(self.jobs[command.job])
             case JobGivenUp():
                 self._fail_job(self.jobs[command.job], command.kind, command.reason)
@@ -675,6 +693,8 @@ class Controller:
     def _on_eval_done(self, done: EvalDone) -> None:
         job = self.jobs[done.job]
         job.files.save_state(**{f"eval_{done.phase}": done.reward_mean})
+        if done.phase == "before":  # nothing else ran yet
+            job.eval_s = job.active_s(time.monotonic())
         fields = {"phase": done.phase, "step": done.step, "reward_mean": done.reward_mean}
         self.event("evaluated", job.name, **fields, num_scored=done.num_scored, num_items=done.num_items)
 
@@ -717,10 +737,15 @@ class Controller:
         job = self.jobs.get(name)
         return None if job is None else self._job_status(job, time.monotonic())
 
+    def left(self, name: str) -> Span | None:
+        """Returns how long a job still takes, None where that is not known."""
+        return self._forecasts.left(self.jobs[name])
+
     def _job_status(self, job: Job, now: float) -> JobStatus:
         rollout = self.orchestrator.jobs.get(job.name)
         self._note_episodes(job)
         job.device_share = self._device.share_of(job.name)
+        job.eta = None if job.is_over or job.state == PAUSED else self._forecasts.left(job)
         told = "" if job.is_over else told_in_one_line(*self._why(job, now))
         return job.status(rollout.queue_lengths() if rollout else {}, told)
 

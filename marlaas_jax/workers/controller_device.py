@@ -54,6 +54,11 @@ class DeviceLink:
         """Returns the share of the last second by stage."""
         return _normalised(self.status.busy_s, self.status.busy_s) if self.status else {}
 
+    @property
+    def busy_share(self) -> float:
+        """The share of the last second in which the device worked; 1 where that is not known."""
+        return 1.0 - self.shares().get("idle", 0.0)
+
     def share_of(self, job: str) -> float:
         """Returns a job's share of the last second."""
         return _normalised(self.status.busy_by_job_s, self.status.busy_s).get(job, 0.0) if self.status else 0.0

@@ -39,6 +39,18 @@ class Rollback(TypedDict):
     time: float
 
 
+class EtaMark(TypedDict):
+    """The forecast of a moment, in seconds; `active_s` is how long the job had run then."""
+
+    share: float
+    step: Count
+    active_s: float
+    expected_s: float
+    low_s: float
+    high_s: float
+    basis: str
+
+
 class State(TypedDict, total=False):
     """What is read back from state.json; it holds more, for people."""
 
@@ -49,6 +61,8 @@ class State(TypedDict, total=False):
     rollbacks: list[Rollback]
     adapter: str | None
     eval_before: float | None
+    used_after: dict[str, float]
+    eta_marks: list[EtaMark]
     eval_after: float | None
 
 

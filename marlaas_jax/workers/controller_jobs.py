@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from marlaas_jax.config import JobConfig
+from marlaas_jax.eta import Span
 from marlaas_jax.messages import EnvLoaded, JobReady, LoadEnv, StepDone
 from marlaas_jax.rl import objective
 from marlaas_jax.rollout.settings import RolloutSettings
 from marlaas_jax.workers import roll_back
-from marlaas_jax.workers.controller_files import JobFiles, write_json
+from marlaas_jax.workers.controller_files import JobFiles, read_lines, write_json
 from marlaas_jax.workers.controller_status import (
     CANCELLED,
     FAILED,
@@ -55,6 +56,11 @@ class Job:
         # The items of a user's file come out of running it; whatever that does, other jobs' items are elsewhere.
         self.data_worker = f"data-{self.name}" if is_file and config.data is None else "data"
         self._tokens_counted = 0
+        self.quoted_step: Span | None = None  # what a quote says of one step
+        self.eval_s = 0.0  # one evaluation took
+        self.eta: Span | None = None  # what is left, as it was last asked for
+        self._active_before_s = 0.0
+        self._active_since: float | None = None  # None: never began, or paused
 
     @property
     def is_over(self) -> bool:
@@ -83,7 +89,15 @@ class Job:
             self.step = len(self.files.metrics)
             self.adapter = self.files.state.get("adapter")
         else:
+            if (rows := read_lines(self.folder / "metrics.jsonl")) and isinstance(
+                ran := rows[-1].get("job/active_s"), int | float
+            ):
+                self._active_before_s = ran
             self.new_incarnation()
+
+    def active_s(self, now: float) -> float:
+        """Returns how long the job has run, pauses and the time before its first start left out; `now` is monotonic."""
+        return self._active_before_s + (0.0 if self._active_since is None else now - self._active_since)
 
     def new_incarnation(self) -> None:
         """Starts again from the committed step: everything that an older incarnation sends will be ignored."""
@@ -115,6 +129,8 @@ class Job:
         if self.go_on_from is not None:
             roll_back.remove_result(self.folder)
         self.state = RUNNING
+        if self._active_since is None:
+            self._active_since = time.monotonic()
         self.files.save_state(state=RUNNING, receipt=self.device_ready.receipt, rollback_to=None)
         return self.step == 0 and "eval_before" not in self.files.state
 
@@ -131,10 +147,10 @@ class Job:
             retry_lost=self.env_ready.retry_lost,
         )
 
-    def trained(self, message: StepDone) -> dict[str, Any]:
-        """Notes a trained batch; returns its line of metrics."""
+    def trained(self, message: StepDone, figures: dict[str, float]) -> dict[str, Any]:
+        """Notes a trained batch and our own figures of it; returns its line of metrics."""
         self.step = message.step
-        return self.files.batch_trained(message.step, message.version, message.metrics)
+        return self.files.batch_trained(message.step, message.version, message.metrics | figures)
 
     def count_rate(self, seconds: float) -> None:
         """Updates tokens per second; call it once in a while."""
@@ -168,6 +184,7 @@ class Job:
         """All that was in training is committed; the job waits to be resumed."""
         self.state = PAUSED
         self.since = time.monotonic()
+        self._active_before_s, self._active_since = self.active_s(self.since), None
         self.files.save_state(state=PAUSED)
 
     def finishing(self) -> None:
@@ -210,6 +227,10 @@ class Job:
             waits_for=waits_for,
             device_share=self.device_share,
             reason=self.reason,
+            eta_s=None if self.eta is None else self.eta.expected_s,
+            eta_low_s=None if self.eta is None else self.eta.low_s,
+            eta_high_s=None if self.eta is None else self.eta.high_s,
+            eta_basis="" if self.eta is None else self.eta.basis,
         )
 
     def result(self) -> JobResult:

@@ -28,6 +28,10 @@ class JobStatus:
     waits_for: str  # one line
     device_share: float  # of the last second
     reason: str = ""  # why it failed
+    eta_s: float | None = None  # seconds until it has succeeded, pauses left out; None: not known, or nothing is left
+    eta_low_s: float | None = None  # the band
+    eta_high_s: float | None = None
+    eta_basis: str = ""  # "steps", or "quote" before there were enough of them
 
 
 @dataclasses.dataclass(frozen=True)

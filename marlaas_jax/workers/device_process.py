@@ -114,10 +114,12 @@ class _Reporter:
         return DeviceStatus(
             worker_id=self._worker_id,
             busy_s={name.removeprefix("busy/"): value for name, value in change.items() if name.startswith("busy/")},
-            busy_by_job_s={name.removeprefix("job/"): value for name, value in change.items() if name.startswith("job/")},
+            busy_by_job_s={name.removeprefix("job/"): s for name, s in change.items() if name.startswith("job/") and s},
             counters={name: value for name, value in change.items() if "/" not in name} | gauges,
             queued=device.queued(),
             compiles_since_warmup=device.compiles_since_warmup(),
+            backlogged=device.take_backlogged(),
+            waits=device.take_waits(),
         )
 
 

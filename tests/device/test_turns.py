@@ -29,6 +29,11 @@ class Stage:
 
     gauges = counters
 
+    def queued(self) -> dict[str, int]:
+        return {"waits": 2, f"{self.name}{len(self.turns) % 2}": 1} if self.is_busy else {}
+
+    with_batches = queued
+
 
 def make(decode_s: float, learn_s: float) -> tuple[ColocatedDevice, Stage, list[str]]:
     turns: list[str] = []
@@ -60,3 +65,15 @@ def test_decoding_waits_for_one_learner_dispatch_at_most_and_nobody_starves(deco
         assert spent["sampler"] <= spent["learner"] + allowed
     else:
         assert both.count("learner") >= both.count("sampler") - 1
+
+
+def test_backlogged_is_who_had_something_waiting_at_every_dispatch():
+    device, learner, _ = make(0.1, 0.1)
+    assert device.take_backlogged() == ()
+    for _ in range(4):
+        device.step()
+    assert device.take_backlogged() == ("waits",), "the others had nothing at every second dispatch"
+    assert device.take_backlogged() == (), "without a dispatch nobody was kept waiting"
+    learner.is_busy = False
+    device.step()
+    assert "waits" in device.take_backlogged()

@@ -102,8 +102,20 @@ def test_another_tenants_objects_do_not_exist(service, routes, theirs):
         assert mine.replace(theirs["job_id"], "*") == never.replace("job_" + "0" * 22, "*")
     assert send(service, "GET", "/v1/jobs", stranger).json() == {"jobs": [], "next_cursor": None}
     assert theirs["job_id"] not in send(service, "GET", "/metrics", stranger).text
-    assert send(service, "GET", f"/v1/usage?job={theirs['job_id']}", stranger).json() == {"usage": []}
+    billed = service.service.metering  # the owner has used something
+    owner = theirs["tenant_id"]
+    billed.record_request(owner, prompt_tokens=5, sampled_tokens=7, job_id=theirs["job_id"])
+    service.run(billed.flush())
+    for query in ("", f"?job={theirs['job_id']}", "?by=tenant&by=job", f"?by=tenant&job={theirs['job_id']}"):
+        told = send(service, "GET", f"/v1/usage{query}", stranger)
+        assert told.json()["usage"] == [] and told.json()["total"]["sampled_tokens"] == 0.0, query
+        assert owner not in told.text and "owner" not in told.text
+    shares = send(service, "GET", "/v1/fairness", stranger)
+    assert shares.json()["tenants"] == [] and owner not in shares.text
+    body = of("mine", lora={"init_from": theirs["job_id"]}) | {"files": {"rewards.py": ""}}
+    assert send(service, "POST", "/v1/quotes", stranger, json=body).status_code == 404
     assert snapshot(service) == before
+    assert send(service, "GET", "/v1/usage", service.key("owner")).json()["total"]["sampled_tokens"] == 7.0
 
 
 def test_tenants_and_keys_are_for_admins(service, routes, theirs):

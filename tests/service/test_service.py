@@ -204,3 +204,25 @@ def test_a_job_that_ended_before_a_crash_could_be_told_to_the_store_is_told_at_t
     with Store.open(config(tmp_path).db_url) as store:  # as if the process had died just before
         store.write(jobs.move_job, job_id, "running", tenant_id=None, allowed_from=("succeeded",), now=1.0).result()
     asyncio.run(second(job_id))
+
+
+@pytest.mark.slow
+def test_a_tenant_that_has_used_its_tokens_of_the_day_waits_in_the_queue_and_goes_on(tmp_path):
+    async def story():
+        async with serving(config(tmp_path)) as service:
+            ann = await tenant(service, "ann", quotas={"tokens_per_day": 20})
+            record = await service.submit(ann, of("a", steps=12), files=FILES)
+            await until(service, ann, record.id, "running")
+            stopped = await until(service, ann, record.id, "queued", "succeeded")
+            assert stopped.state == "queued" and 0 < stopped.step < 12
+            assert "tokens_per_day=20: this tenant used" in service.why(stopped)
+            used = service.metering.tokens_today(ann.id)
+            assert used >= 20
+            await asyncio.sleep(2.5)
+            assert (await service.job(ann, record.id)).state == "queued" and service.metering.tokens_today(ann.id) == used
+            service.tenant_changed(await service.store.awrite(tenants.update_tenant, ann.id, quotas={}))
+            assert (await until(service, ann, record.id, "succeeded", "failed")).step == 12
+            return record.id
+
+    job_id = asyncio.run(story())
+    assert steps_of(tmp_path / "data", job_id) == list(range(1, 13))

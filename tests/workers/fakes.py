@@ -124,7 +124,8 @@ class FakeDevice:
             Path(marker).touch()
             os._exit(9)
         version = job["step"]
-        metrics = {"learner/loss": 1.0 / version}
+        metrics = {"learner/loss": 1.0 / version, "device/learner_s": 0.01, "device/publish_s": 0.005}
+        metrics |= {"device/prefill_s_per_token": 0.001, "device/decode_s_per_token": 0.002}
         done = StepDone(batch.job, batch.incarnation, version, version, self.fingerprint(batch.job, version), metrics)
         return [done, *answers]
 

@@ -17,6 +17,7 @@ from marlaas_jax.service.api.idempotency import keep
 from marlaas_jax.service.api.json_body import Json
 from marlaas_jax.service.api.route import Api, Caller, KeyRoute, OnceKey, TheApi, UploadRoute, bearer
 from marlaas_jax.service.files import read_upload
+from marlaas_jax.service.prices import bill
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store.jobs import JobFilter, JobRecord, JobState
 from marlaas_jax.store.tenants import Tenant, get_tenant
@@ -76,13 +77,16 @@ async def list_jobs(
     scope = None if caller.is_admin else caller.id
     which = JobFilter(tenant_id=scope, states=tuple(state or ()), name_prefix=name, labels=labels)
     page = await api.store.aread(job_table.list_jobs, which, limit=limit, cursor=cursor)
-    return Json({"jobs": [asdict(record) for record in page.jobs], "next_cursor": page.next_cursor})
+    shown = [asdict(record) | {"status": _brief(api, record)} for record in page.jobs]
+    return Json({"jobs": shown, "next_cursor": page.next_cursor})
 
 
 @router.get("/jobs/{job_id}")
 async def show(api: TheApi, caller: Caller, job_id: str) -> Response:
-    """Shows a job: its record, how it stands in this moment (`status`), and what it waits for (`why`)."""
-    return Json(document(api, await api.service.job(caller, job_id)))
+    """Shows a job: its record, how it stands (`status`), what it waits for (`why`), what it used and its cost (`usage`)."""
+    record = await api.service.job(caller, job_id)
+    amounts = await api.service.amounts(record)
+    return Json(document(api, record) | {"usage": bill(api.service.config.prices, amounts)})
 
 
 @router.get("/jobs/{job_id}/why")
@@ -148,6 +152,14 @@ def document(api: Api, record: JobRecord) -> dict[str, Any]:
     """Returns a job as it is shown."""
     status = api.service.status(record.id)
     return asdict(record) | {"status": None if status is None else asdict(status), "why": api.service.why(record)}
+
+
+def _brief(api: Api, record: JobRecord) -> dict[str, Any] | None:
+    """Returns what a list tells of how a job stands: when it will be done."""
+    status = api.service.status(record.id)
+    return (
+        None if status is None else {name: getattr(status, name) for name in ("eta_s", "eta_low_s", "eta_high_s", "eta_basis")}
+    )
 
 
 def decoded(files: Mapping[str, str]) -> dict[str, bytes]:

@@ -7,9 +7,10 @@ from typing import Any
 
 from fastapi import APIRouter, Response, Security
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from marlaas_jax.service.api.route import Api, Caller, KeyRoute, TheApi, bearer
+from marlaas_jax.service.fair_share import SHOWN_BOUNDS_S
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store.tenants import Tenant, list_tenants
 from marlaas_jax.workers.controller_status import JobStatus
@@ -22,6 +23,7 @@ JOB_FIGURES: dict[str, tuple[str, Callable[[JobStatus], float | None]]] = {
     "marlaas_job_reward_mean": ("Mean reward of the last batch.", lambda status: status.reward),
     "marlaas_job_sampled_tokens": ("Tokens sampled since the service started.", lambda status: status.tokens),
     "marlaas_job_sampled_tokens_per_s": ("Tokens sampled per second, lately.", lambda status: status.tokens_per_s),
+    "marlaas_job_eta_s": ("Seconds until it has succeeded, as expected now.", lambda status: status.eta_s),
     "marlaas_job_device_share": ("Share of the device in the last second.", lambda status: status.device_share),
 }
 
@@ -30,7 +32,7 @@ JOB_FIGURES: dict[str, tuple[str, Callable[[JobStatus], float | None]]] = {
 async def metrics(api: TheApi, caller: Caller) -> Response:
     """Returns the figures in Prometheus' text format."""
     names, counts = await api.store.aread(_counts, caller)
-    families = [*_jobs(api, caller, names, counts), *(_service(api) if caller.is_admin else ())]
+    families = [*_jobs(api, caller, names, counts), *_received(api, names), *(_service(api) if caller.is_admin else ())]
     return Response(generate_latest(_registry(families)), media_type=MEDIA_TYPE)
 
 
@@ -66,12 +68,44 @@ def _jobs(
     yield from families.values()
 
 
+def _received(api: Api, names: dict[str, str]) -> Iterator[Metric]:
+    """What the tenants waited for and were given; whom the caller may not see is left out."""
+    waits = HistogramMetricFamily(
+        "marlaas_stage_wait_s", "How long work waited in a stage's queue, since the start.", labels=("tenant", "stage")
+    )
+    device = CounterMetricFamily("marlaas_device_s", "Seconds of the device, since the start.", labels=("tenant",))
+    for tenant_id, received in api.service.fair_share.received().items():
+        if (tenant := names.get(tenant_id)) is None:
+            continue
+        device.add_metric((tenant,), received.device_s)
+        for stage, entry in received.waits.items():
+            counts = [str(bound) for bound in SHOWN_BOUNDS_S], entry.cumulative(SHOWN_BOUNDS_S)
+            buckets = [*zip(*counts, strict=True), ("+Inf", entry.number)]
+            waits.add_metric((tenant, stage), buckets, sum_value=entry.sum_s)
+    yield waits
+    yield device
+    tokens = CounterMetricFamily("marlaas_tokens", "Tokens that were billed, since the start.", labels=("tenant", "kind"))
+    for (tenant_id, meter), amount in api.service.metering.billed_tokens().items():
+        if (tenant := names.get(tenant_id)) is not None:
+            tokens.add_metric((tenant, meter.removesuffix("_tokens")), amount)
+    yield tokens
+
+
 def _service(api: Api) -> Iterator[Metric]:
     status = api.service.controller.status()
     share = GaugeMetricFamily("marlaas_device_share", "Share of the device's last second by stage.", labels=("stage",))
     for stage, value in status.device_share.items():
         share.add_metric((stage,), value)
     yield share
+    window = api.service.fair_share.window(time.monotonic())
+    index = GaugeMetricFamily(
+        "marlaas_fairness_jain", "Jain's index of device seconds over weight, of who was backlogged all the last minute."
+    )
+    if window.jain is not None:
+        index.add_metric((), window.jain)
+    yield index
+    yield GaugeMetricFamily("marlaas_backlogged_tenants", "Tenants that it counts.", len(window.shares))
+    yield GaugeMetricFamily("marlaas_bills_unwritten", "Bills that wait for the store.", api.service.metering.num_unwritten)
     lag = GaugeMetricFamily("marlaas_loop_lag_s", "How late the event loop was, last minute.", labels=("quantile",))
     for quantile in (0.5, 0.99, 1.0):
         lag.add_metric((str(quantile),), api.lag.quantile_s(quantile))

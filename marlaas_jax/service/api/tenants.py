@@ -1,22 +1,20 @@
-"""Tenants and their keys; all but the own usage is for admins."""
+"""Tenants and their keys; for admins."""
 
 import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response, Security
+from fastapi import APIRouter, Response, Security
 from pydantic import Field
 
 from marlaas_jax.config import Section
 from marlaas_jax.service.api.json_body import Json
-from marlaas_jax.service.api.route import Admin, Caller, KeyRoute, TheApi, bearer
+from marlaas_jax.service.api.route import Admin, KeyRoute, TheApi, bearer
 from marlaas_jax.service.quotas import Quotas
 from marlaas_jax.store import tenants as tenant_table
-from marlaas_jax.store import usage as usage_table
 
 router = APIRouter(tags=["tenants"], route_class=KeyRoute, dependencies=[Security(bearer)])
 
-Day = Annotated[str | None, Query(pattern=r"^\d{4}-\d{2}-\d{2}$", description="Of UTC, as 2026-12-01.")]
 Weight = Annotated[float, Field(gt=0, le=1e6)]
 
 
@@ -88,11 +86,3 @@ async def revoke_key(api: TheApi, admin: Admin, key_id: str) -> Response:
     key = await api.store.awrite(tenant_table.revoke_key, key_id, tenant_id=None, now=time.time())
     api.keys.clear()
     return Json(asdict(key))
-
-
-@router.get("/usage")
-async def usage(api: TheApi, caller: Caller, first_day: Day = None, last_day: Day = None, job: str | None = None) -> Response:
-    """Lists what was used by day, job and meter; to an admin that of all tenants."""
-    scope = None if caller.is_admin else caller.id
-    found = await api.store.aread(usage_table.list_usage, tenant_id=scope, job_id=job, first_day=first_day, last_day=last_day)
-    return Json({"usage": [asdict(record) for record in found]})

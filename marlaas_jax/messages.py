@@ -56,7 +56,8 @@ class WorkerFailed(Message, frozen=True):
 class AddJob(Message, frozen=True):
     """Opens a job on sampler and learner. `config` is the JobConfig as JSON; `job_dir` holds its checkpoints.
 
-    resume: start from the newest committed step in `job_dir` if there is one. The answer is JobReady or JobFailed.
+    resume: start from the newest committed step in `job_dir` if there is one. hold: its first snapshot stays until
+    ReleaseSnapshot. The answer is JobReady or JobFailed.
     """
 
     job: str
@@ -64,6 +65,7 @@ class AddJob(Message, frozen=True):
     config: bytes
     job_dir: str
     resume: bool = False
+    hold: bool = False
 
 
 class RemoveJob(Message, frozen=True):
@@ -136,7 +138,10 @@ class TrainGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainBatch(Message, frozen=True):
-    """The groups of one batch of one job. `step` counts the job's batches from 0; `ledger` is committed with the weights."""
+    """The groups of one batch of one job. `step` counts the job's batches from 0; `ledger` is committed with the weights.
+
+    hold: the snapshot that it publishes stays until ReleaseSnapshot, for an evaluation.
+    """
 
     job: str
     incarnation: int
@@ -144,6 +149,15 @@ class TrainBatch(Message, frozen=True):
     groups: tuple[TrainGroup, ...]
     ledger: bytes
     reward_mean: float  # decides which checkpoint is the best
+    hold: bool = False
+
+
+class ReleaseSnapshot(Message, frozen=True):
+    """Takes back one `hold`: nothing more will be asked of that version by number. No answer."""
+
+    job: str
+    incarnation: int
+    version: int
 
 
 class FinishJob(Message, frozen=True):
@@ -364,7 +378,7 @@ class EnvError(Message, frozen=True):
 
 ANY = (
     Hello | Heartbeat | Shutdown | WorkerFailed
-    | AddJob | PauseJob | RemoveJob | Generate | CancelGenerate | TrainBatch | FinishJob
+    | AddJob | PauseJob | RemoveJob | Generate | CancelGenerate | TrainBatch | ReleaseSnapshot | FinishJob
     | JobReady | JobFailed | JobFinished | JobPaused | Generated | StepDone | Checkpointed | JobWarning | DeviceStatus
     | LoadEnv | EnvLoaded | GetItem | Item | EnvReset | EnvStep | EnvClose | EnvObservation | EnvDone | EnvError
 )  # fmt: skip

@@ -37,6 +37,7 @@ from marlaas_jax.messages import (
     JobWarning,
     Message,
     PauseJob,
+    ReleaseSnapshot,
     RemoveJob,
     StepDone,
     TrainBatch,
@@ -65,6 +66,7 @@ class _Job:
     saved_at_s: float = 0.0
     failed_saves: int = 0
     is_pausing: bool = False
+    holds: set[int] = dataclasses.field(default_factory=set)  # batch steps whose snapshot is to be held
 
 
 class ColocatedDevice:
@@ -104,6 +106,8 @@ class ColocatedDevice:
                 self._sampler.submit(message)
             case CancelGenerate():
                 self._sampler.cancel(message.request_id)
+            case ReleaseSnapshot():
+                self._sampler.release(message.job, message.incarnation, message.version)
             case TrainBatch():
                 return self._for_job(message, self._train)
             case AddJob():
@@ -226,9 +230,9 @@ class ColocatedDevice:
             return [_failed(message.job, message.incarnation, error)]
         job = _Job(config, message.incarnation, spec, checkpoints, {}, saved_at_s=self._clock())
         self._jobs[message.job] = job
-        return self._guarded(job, lambda: self._begin(job, message.resume))
+        return self._guarded(job, lambda: self._begin(job, message.resume, message.hold))
 
-    def _begin(self, job: _Job, resume: bool) -> list[Message]:
+    def _begin(self, job: _Job, resume: bool, hold: bool) -> list[Message]:
         """Gives a new job its weights, or those that it had, and publishes them."""
         config, spec, checkpoints = job.config, job.spec, job.checkpoints
         state = checkpoints.restore(repair=True) if resume else None
@@ -243,6 +247,8 @@ class ColocatedDevice:
             start = initial.weights(self._model, spec, config.lora.init_from, self._max_rank, self._identity)
             self._learner.add_job(config.name, job.incarnation, config, spec, weights=start)
         snapshot = self._publish(job, config.name)
+        if hold:
+            self._sampler.hold(config.name, job.incarnation, snapshot.version)
         record = receipt.receipt(self._model, spec).to_dict()
         return [JobReady(config.name, job.incarnation, job.step, snapshot.version, job.ledger, snapshot.fingerprint, record)]
 
@@ -250,6 +256,8 @@ class ColocatedDevice:
         if batch.step != job.step + len(job.ledgers) and batch.step not in job.ledgers:
             return []  # trained already, or sent before a roll-back
         job.ledgers[batch.step] = (batch.ledger, batch.reward_mean)
+        if batch.hold:
+            job.holds.add(batch.step)
         self._learner.submit(batch)
         return []
 
@@ -264,6 +272,9 @@ class ColocatedDevice:
         snapshot = self._publish(job, done.job)
         self._busy_s["publish"] += self._clock() - start
         self._trained_tokens += done.metrics["learner/num_loss_tokens"]
+        if done.step - 1 in job.holds:
+            job.holds.remove(done.step - 1)
+            self._sampler.hold(done.job, job.incarnation, snapshot.version)
         job.step = done.step
         job.ledger, job.reward = job.ledgers.pop(done.step - 1)
         saved = self._save_if_due(job)

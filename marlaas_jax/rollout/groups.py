@@ -24,6 +24,7 @@ class Group:
     waiting_for_prompt: dict[str, list[Episode]] = dataclasses.field(default_factory=dict)
     is_gathered: bool = False  # the first requests have left
     started_at: float = 0.0
+    version: int = -1  # that its turns are sampled from; -1: the newest when a turn starts
 
     @property
     def ended(self) -> bool:

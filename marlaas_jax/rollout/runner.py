@@ -60,13 +60,18 @@ class GroupRunner:
         self._renders: dict[TurnKey, tuple[Group, str]] = {}  # key -> group, prompt key ("" for a later turn)
         self._requests = Requests(settings, send, now)
 
-    def start(self, split: str, ticket: int, attempt: int, size: int, now: float, phase: str = "") -> None:
-        """Starts a group of `size` episodes: asks for its item. `phase` tells evaluations of one item apart."""
+    def start(
+        self, split: str, ticket: int, attempt: int, size: int, now: float, *, phase: str = "", version: int = -1
+    ) -> None:
+        """Starts a group of `size` episodes: asks for its item. `phase` tells evaluations of one item apart.
+
+        `version` is the one that all turns are sampled from; -1: the newest at each turn.
+        """
         s = self.settings
         env_seed = derive_seed(s.seed, ticket, attempt, -1, -1, split)  # one for the group: its episodes share the prompt
         place = ticket if split == "train" else f"{phase}-{ticket}"
         episodes = [Episode(f"{s.name}/{s.incarnation}/{split}/{place}/{i}", i, env_seed, attempt, now) for i in range(size)]
-        group = Group(split, ticket, attempt, now, episodes, started_at=now)
+        group = Group(split, ticket, attempt, now, episodes, started_at=now, version=version)
         self.groups[split, ticket] = group
         for episode in episodes:
             self._episodes[episode.episode_id] = (group, episode)
@@ -276,6 +281,7 @@ class GroupRunner:
 
     def _forget(self, group: Group) -> None:
         self._items.pop(group.item_request, None)
+        group.item_request = ""
         del self.groups[group.split, group.ticket]
         for episode in group.episodes:
             del self._episodes[episode.episode_id]

@@ -344,7 +344,7 @@ class Service:
         if job.state == FAILED:
             self._spawn(self._settle(record, "failed", f"{job.kind}: {job.reason}"))
         else:
-            self._spawn(self._settle(record, "succeeded"))
+            self._spawn(self._settle(record, "succeeded", job.stop_reason))
 
     # ---- the store
 

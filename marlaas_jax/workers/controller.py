@@ -49,6 +49,7 @@ from marlaas_jax.messages import (
     JobWarning,
     Message,
     PauseJob,
+    ReleaseSnapshot,
     RemoveJob,
     Shutdown,
     StepDone,
@@ -67,6 +68,7 @@ from marlaas_jax.rollout.commands import (
     Note,
     Render,
     Send,
+    Stopping,
     TurnKey,
 )
 from marlaas_jax.rollout.orchestrator import Orchestrator
@@ -75,6 +77,7 @@ from marlaas_jax.transport.flow import PeerLost
 from marlaas_jax.transport.server import Server
 from marlaas_jax.workers import folder_lock
 from marlaas_jax.workers.controller_device import SILENCE_S, DeviceLink
+from marlaas_jax.workers.controller_evals import figures
 from marlaas_jax.workers.controller_files import Log, writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_processes import Processes
@@ -187,7 +190,7 @@ class Controller:
             self._publish_status()
         finally:
             for job in self.jobs.values():
-                job.files.close()
+                job.close()
             self._events.close()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -247,10 +250,19 @@ class Controller:
             self.event("job_cancelled", name, reason=reason)
             self._retire(job)
 
+    def stop_early(self, name: str, reason: str) -> None:
+        """Ends a job as succeeded after the batches that have begun to be trained; one that waits ends when it runs again."""
+        job = self.jobs[name]
+        if not job.is_over and not job.files.state.get("stop_asked"):
+            with self._ends_on_fault(name):
+                job.ask_to_stop(reason)
+            self.orchestrator.stop_job(name, reason, time.monotonic())
+            self._execute_all(time.monotonic())
+
     def forget(self, name: str) -> None:
         """Drops a job that is over from the books."""
         assert self.jobs[name].is_over, name
-        self.jobs.pop(name).files.close()
+        self.jobs.pop(name).close()
 
     def _open(self, job: Job) -> None:
         """Gets a job its workers and its place on the device."""
@@ -450,7 +462,7 @@ class Controller:
         eval_first = job.begin()
         self.phase = "running"
         settings = job.settings(self.runtime.engine.max_context)
-        self.orchestrator.on_job_ready(settings, job.device_ready, now, eval_before=eval_first)
+        self.orchestrator.on_job_ready(settings, job.device_ready, now, eval_before=eval_first, past=job.past())
 
     def _on_step_done(self, message: StepDone, now: float) -> None:
         job = self.jobs.get(message.job)
@@ -469,7 +481,8 @@ class Controller:
             return
         job.adapter = message.export_dir
         job.succeed()
-        self.event("job_succeeded", job.name, step=job.step, adapter=message.export_dir)
+        why = {"stop_reason": job.stop_reason} if job.stop_reason else {}
+        self.event("job_succeeded", job.name, step=job.step, adapter=message.export_dir, **why)
         self._retire(job)
 
     # ---- workers that come and go
@@ -542,7 +555,9 @@ class Controller:
 
     def _add_to_device(self, job: Job) -> None:
         config = job.config.model_dump_json().encode()
-        self._send(self._device.worker_id, AddJob(job.name, job.incarnation, config, str(job.folder), resume=job.is_resumed))
+        where = str(job.folder)
+        message = AddJob(job.name, job.incarnation, config, where, resume=job.is_resumed, hold=job.holds_first)
+        self._send(self._device.worker_id, message)
 
     # ---- ends
 
@@ -601,7 +616,7 @@ class Controller:
         match command:
             case Send():
                 self._send(command.worker_id, command.message)
-            case Generate() | CancelGenerate() | TrainBatch():
+            case Generate() | CancelGenerate() | TrainBatch() | ReleaseSnapshot():
                 self._send(self._device.worker_id, command)
             case GetItem():
                 job = self.jobs[command.job]
@@ -618,6 +633,9 @@ class Controller:
                 job.files.batch_sent(command.step + 1, job.incarnation, command.metrics, command.tickets)
             case EvalDone():
                 self._on_eval_done(command)
+            case Stopping():
+                self.jobs[command.job].stop_reason = command.reason
+                self.event("stopping", command.job, step=command.step, reason=command.reason)
             case JobDone():
                 self._on_job_done(self.jobs[command.job])
             case JobGivenUp():
@@ -632,10 +650,8 @@ class Controller:
                 raise InternalError(f"no rule for command {type(command).__name__}")
 
     def _on_eval_done(self, done: EvalDone) -> None:
-        job = self.jobs[done.job]
-        job.files.save_state(**{f"eval_{done.phase}": done.reward_mean})
-        fields = {"phase": done.phase, "step": done.step, "reward_mean": done.reward_mean}
-        self.event("evaluated", job.name, **fields, num_scored=done.num_scored, num_items=done.num_items)
+        self.jobs[done.job].evaluated(done)
+        self.event("evaluated", done.job, **figures(done))
 
     def _on_job_done(self, job: Job) -> None:
         self._note_episodes(job)

@@ -28,6 +28,9 @@ class JobStatus:
     waits_for: str  # one line
     device_share: float  # of the last second
     reason: str = ""  # why it failed
+    eval_last: float | None = None  # mean reward of the newest evaluation
+    eval_step: int | None = None  # the batches trained before it
+    stop_reason: str = ""  # why it ends before its last step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,8 @@ class JobResult:
     episodes: dict[str, int]  # of the last incarnation
     elapsed_s: float
     adapter: str | None  # folder in PEFT form
+    eval_last: float | None = None  # mean reward of the newest evaluation
+    stop_reason: str = ""  # why it ended well before its last step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -313,10 +313,10 @@ class RunConfig(Section):
 
 def eval_slots_fault(job: JobConfig, runtime: RuntimeConfig) -> str:
     """Returns why the sampler could not evaluate beside training, "" if it can: training needs a slot of its own."""
-    slots = runtime.bank.num_sampler_slots
-    if not job.eval.every_steps or slots is None or slots >= MIN_EVAL_SLOTS:
+    slots, every = runtime.bank.num_sampler_slots, job.eval.every_steps
+    if not every or slots is None or slots >= MIN_EVAL_SLOTS:
         return ""
-    return f"eval.every_steps={job.eval.every_steps}: takes runtime.bank.num_sampler_slots of at least {MIN_EVAL_SLOTS}, not {slots}"
+    return f"eval.every_steps={every}: takes at least {MIN_EVAL_SLOTS} of runtime.bank.num_sampler_slots, which is {slots}"
 
 
 def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:

@@ -18,7 +18,7 @@ tenant_app = typer.Typer(no_args_is_help=True, help="Tenants of a service and th
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
-    for command in (serve, submit, jobs, watch, events, episodes, pause, resume, cancel, delete, why):
+    for command in (serve, submit, sweep, sweeps, jobs, watch, events, episodes, pause, resume, cancel, delete, why):
         app.command()(command)
     app.add_typer(tenant_app, name="tenant")
 
@@ -38,7 +38,12 @@ def serve(
 
 
 def submit(
-    files: Annotated[list[Path], typer.Argument(help="Job files; the reward and data files they name are sent along.")],
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Job files; the reward and data files they name are sent along.")
+    ] = None,
+    sweep_file: Annotated[
+        Path | None, typer.Option("--sweep", metavar="SWEEP.YAML", help="Instead of job files: one job in many variants.")
+    ] = None,
     overrides: Set = None,
     name: Annotated[str | None, typer.Option(help="Instead of the job's own; for one job.")] = None,
     priority: Annotated[int, typer.Option(help="Among your own jobs; the highest goes first.")] = 0,
@@ -48,13 +53,45 @@ def submit(
     api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
-    """Queues the jobs of one or more files."""
+    """Queues the jobs of one or more files, or a sweep."""
     from marlaas_jax.cli import remote as command
 
     with remote():
-        command.submit(
-            command.Target(url, api_key), files, list(overrides or ()), name, priority, label or [], file or [], json
-        )
+        target = command.Target(url, api_key)
+        if sweep_file is not None:
+            from marlaas_jax.cli import remote_sweeps
+
+            if files or overrides or name is not None:
+                raise InvalidConfig("--sweep: takes no job files, no --set and no --name; the sweep file holds its job")
+            remote_sweeps.submit(target, sweep_file, priority, label or [], file or [], json)
+        elif files:
+            command.submit(target, files, list(overrides or ()), name, priority, label or [], file or [], json)
+        else:
+            raise InvalidConfig("marlaas submit: name at least one job file, or --sweep SWEEP.YAML")
+
+
+def sweep(
+    sweep_id: Annotated[str, typer.Argument(metavar="SWEEP", help="A sweep's id, as `marlaas sweeps` shows it.")],
+    cancel_it: Annotated[bool, typer.Option("--cancel", help="End it and its trials that have not ended.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
+    """Shows a sweep: each trial with what it changes, how far it is and how well it does; * marks the best."""
+    from marlaas_jax.cli import remote as command
+    from marlaas_jax.cli import remote_sweeps
+
+    with remote():
+        remote_sweeps.show(command.Target(url, api_key), sweep_id, cancel_it, json)
+
+
+def sweeps(url: Url = None, api_key: ApiKey = None, json: Json = False) -> None:
+    """Lists sweeps, the newest first."""
+    from marlaas_jax.cli import remote as command
+    from marlaas_jax.cli import remote_sweeps
+
+    with remote():
+        remote_sweeps.show_all(command.Target(url, api_key), json)
 
 
 def jobs(

@@ -21,14 +21,14 @@ from marlaas_jax.rollout.records import Wait, episode_waits, stage_counts
 from marlaas_jax.rollout.requests import Fingerprints
 from marlaas_jax.rollout.runner import GroupRunner
 from marlaas_jax.rollout.settings import RolloutSettings
-from marlaas_jax.rollout.stopping import Past, StopRule
+from marlaas_jax.rollout.stopping import NOTHING, Past, StopRule
 from marlaas_jax.rollout.tickets import Ledger, TicketBook, VersionLog
 
 
 class JobRollout:
     """Rollouts of one incarnation of one job, from its committed step to its end."""
 
-    def __init__(self, settings: RolloutSettings, ready: JobReady, now: float, *, eval_before: bool, past: Past = Past()):
+    def __init__(self, settings: RolloutSettings, ready: JobReady, now: float, *, eval_before: bool, past: Past = NOTHING):
         """`past` is what the job has behind it. With `eval_every_steps` its first snapshot is held by the device."""
         self.settings = settings
         self.book = TicketBook(

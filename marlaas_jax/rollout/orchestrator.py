@@ -23,7 +23,7 @@ from marlaas_jax.rollout.commands import Command, JobGivenUp, KillWorker, Note, 
 from marlaas_jax.rollout.job import JobRollout
 from marlaas_jax.rollout.pools import Call, EpisodeKey, Pool, Worker
 from marlaas_jax.rollout.settings import RolloutSettings
-from marlaas_jax.rollout.stopping import Past
+from marlaas_jax.rollout.stopping import NOTHING, Past
 
 MAX_DEATHS_IN_A_ROW = 5  # workers of one pool lost without a single answered step in between
 
@@ -77,7 +77,7 @@ class Orchestrator:
     # ---- jobs
 
     def on_job_ready(
-        self, settings: RolloutSettings, ready: JobReady, now: float, *, eval_before: bool, past: Past = Past()
+        self, settings: RolloutSettings, ready: JobReady, now: float, *, eval_before: bool, past: Past = NOTHING
     ) -> None:
         """Starts (or, as a new incarnation, starts again) the rollouts of a registered job from its committed step."""
         self._close(settings.name, now)

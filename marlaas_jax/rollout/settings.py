@@ -4,7 +4,7 @@ import dataclasses
 
 from marlaas_jax.config import JobConfig
 from marlaas_jax.messages import Sampling
-from marlaas_jax.rollout.stopping import StopSettings
+from marlaas_jax.rollout.stopping import NEVER, StopSettings
 
 ITEM_TIMEOUT_S = 60.0  # the data worker's answer to GetItem
 RENDER_TIMEOUT_S = 60.0  # tokenizing one observation
@@ -36,7 +36,7 @@ class RolloutSettings:
     eval_items: int
     eval_temperature: float
     eval_every_steps: int = 0  # 0: no evaluation in between
-    stop: StopSettings = StopSettings()
+    stop: StopSettings = NEVER
     retry_lost: bool = True  # a lost worker's episodes start again; False where the environment says "retry: never"
 
     @property

@@ -35,6 +35,9 @@ class Past:
     stop: str = ""  # somebody has asked for the job's end, with this reason
 
 
+NEVER, NOTHING = StopSettings(), Past()  # a job without a rule; one that begins
+
+
 class StopRule:
     """Takes what happens to one job; each method returns the reason to stop, "" for none."""
 

@@ -28,6 +28,7 @@ from marlaas_jax.service.config import ServiceConfig, check_fits
 from marlaas_jax.service.events import EventStream
 from marlaas_jax.service.files import check_upload, localized, move_upload, write_upload
 from marlaas_jax.service.quotas import Load, Quotas, why_refused
+from marlaas_jax.service.sweeps import Sweeps
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store import tenants as tenant_table
 from marlaas_jax.store.engine import Store
@@ -63,6 +64,7 @@ class Service:
         self._submitting: Counter[str] = Counter()  # jobs of a tenant that are about to be queued
         self._uploads = self.data_dir / "uploads"  # until their job is in the store
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.sweeps = Sweeps(self)
         self.controller = Controller(
             config.sized_runtime(),
             self.data_dir,
@@ -79,6 +81,7 @@ class Service:
             self._records[record.id] = record
         for tenant in await self.store.aread(tenant_table.list_tenants):
             self._tenants[tenant.id] = tenant
+        await self.sweeps.load()
 
         def started() -> None:
             self.controller.start_device()
@@ -86,6 +89,7 @@ class Service:
                 if record.state == "running":
                     self._start(record)
             self._spawn(self._admit_forever())
+            self._spawn(self.sweeps.run())
             ready()
 
         try:
@@ -246,6 +250,14 @@ class Service:
         """Returns where a job's files are."""
         return self.data_dir / "jobs" / job_id
 
+    def now(self) -> float:
+        """Returns the time as the store keeps it, in seconds since 1970."""
+        return self._clock()
+
+    def spawn(self, work: Any) -> None:
+        """Runs a coroutine in the background; a failure is logged."""
+        self._spawn(work)
+
     # ---- admission
 
     async def _admit_forever(self) -> None:
@@ -288,6 +300,7 @@ class Service:
             job = self.controller.add(config, folder, resume=(folder / "state.json").is_file())
             if job.is_over:  # it ended before a crash, and the store was not told
                 self._on_over(job)
+            self.sweeps.on_start(record.id)
         except (MarlaasError, ValueError) as error:
             self._spawn(self._move(record, "failed", ("running",), f"it cannot be started: {error}"))
 
@@ -325,6 +338,8 @@ class Service:
             return
         record = self._records.get(event.get("job", ""))
         data = {name: value for name, value in event.items() if name not in ("time", "kind", "job")}
+        if event["kind"] == "evaluated":
+            self.sweeps.on_evaluated(event["job"], data)
         self.events.add(event["kind"], record, data)
 
     def _on_step(self, job: Job, metrics: dict[str, Any]) -> None:
@@ -332,6 +347,7 @@ class Service:
         self.events.add("step", record, {name: metrics.get(name) for name in ("step", "rollout/reward_mean", "version")})
         self._records[record.id] = dataclasses.replace(record, step=job.step, updated=self._clock())
         self._spawn(self.store.awrite(job_table.update_job, record.id, now=self._clock(), step=job.step))
+        self.sweeps.on_step(job)
 
     def _on_over(self, job: Job) -> None:
         record = self._records.get(job.name)

@@ -39,7 +39,7 @@ def test_an_evaluation_every_two_steps_is_of_that_steps_snapshot_and_the_last_is
 
 
 def test_training_goes_on_while_an_evaluation_answers_nothing():
-    """H32: the queues are independent. All batches are trained first; the evaluation due meanwhile is left out, and that is said."""
+    """H32: the queues are independent. All batches are trained first; what is due meanwhile is left out, and that is said."""
     world = World()
     world.add(settings(steps=8, eval_items=5, eval_every_steps=2))
     train_first(world)
@@ -112,7 +112,7 @@ def test_a_resumed_job_evaluates_what_was_not(done, step, expected):
     world.add(settings(steps=6, incarnation=2, eval_items=2, eval_every_steps=2), ready_message=message, past=past)
     if expected and expected[0] == ("during", 3, 3):
         train_first(world)
-        assert [note.text for note in world.seen[Note]][0].startswith("the evaluation of step 4 is left out")
+        assert next(note.text for note in world.seen[Note]).startswith("the evaluation of step 4 is left out")
     world.run()
     assert done_of(world) == expected
     assert len(world.seen[JobDone]) == 1 and not +world.held

@@ -38,7 +38,7 @@ from marlaas_jax.rollout.commands import (
 )
 from marlaas_jax.rollout.orchestrator import Orchestrator
 from marlaas_jax.rollout.settings import RolloutSettings
-from marlaas_jax.rollout.stopping import Past
+from marlaas_jax.rollout.stopping import NOTHING
 
 END = 1  # the end id of this world's policy
 
@@ -85,7 +85,7 @@ class World:
         self.workers = list(workers)
         self.num_workers = len(workers)
 
-    def add(self, job: RolloutSettings, *, eval_before=False, ready_message=None, past=Past()) -> None:
+    def add(self, job: RolloutSettings, *, eval_before=False, ready_message=None, past=NOTHING) -> None:
         """Registers and starts a job."""
         message = ready_message or ready(job.name, job.incarnation)
         self.settings[job.name] = job

@@ -92,7 +92,7 @@ class Sweeps:
         labels: Mapping[str, str] = {},
         also: Callable[[sa.Connection, SweepRecord], object] = lambda connection, record: None,
     ) -> SweepRecord:
-        """Takes a sweep in and returns it. Raises InvalidConfig or InvalidRequest if any trial is wrong; then nothing is queued.
+        """Takes a sweep in and returns it. Raises InvalidConfig or InvalidRequest for a wrong trial; then none is queued.
 
         `also` runs in the transaction that adds the sweep to the store.
         """

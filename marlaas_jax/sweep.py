@@ -9,9 +9,10 @@ Instead of `grid` there may be `trials`, a list of the changes of each, or `rand
 
 Halving is the stopping variant of asynchronous successive halving (ASHA; Li et al. 2020, arXiv 1810.05934; the variant that
 never pauses a trial is that of Ray Tune and Syne Tune). Rungs are at min_steps * eta**k steps. A trial's metric is taken
-when it reaches a rung; of the n that have reached it, all but the best ceil(n / eta) are stopped, from n = eta on, equals
-kept. Nobody waits for stragglers. One thing is added: a trial that was among the best of those before it is judged again
-whenever another reaches its rung, until it reaches the next, so that to be early is no advantage.
+when it reaches a rung; of the n that have reached it, all but the best ceil(n / eta) are stopped, from n = eta on. Of equals
+the first in the sweep goes on; those that equal the very best all do. Nobody waits for stragglers. One thing is added: a
+trial that was among the best of those before it is judged again whenever another reaches its rung, until it reaches the next,
+so that to be early is no advantage.
 """
 
 import itertools
@@ -182,8 +183,9 @@ def losers(eta: int, reached: Mapping[int, float], judged: Mapping[int, float]) 
     """
     if len(reached) < eta:
         return []
-    worst_kept = sorted(reached.values(), reverse=True)[math.ceil(len(reached) / eta) - 1]
-    return [trial for trial, value in judged.items() if value < worst_kept]
+    ranked = sorted(reached, key=lambda trial: (-reached[trial], trial))
+    kept, best = set(ranked[: math.ceil(len(reached) / eta)]), reached[ranked[0]]
+    return [trial for trial, value in judged.items() if trial not in kept and value < best]
 
 
 def _require_count(field: str, count: int) -> None:

@@ -105,7 +105,8 @@ def test_rungs_are_powers_of_eta_below_the_last_step():
         (2, {1: 0.5}, []),  # alone: nobody to compare with
         (2, {1: 0.5, 2: 0.6}, [1]),  # the earlier one too, while it has not reached the next rung
         (2, {1: 0.5, 2: 0.6, 3: 0.4}, [3]),  # the best two of three
-        (2, {1: 0.5, 2: 0.5, 3: 0.5, 4: 0.5}, []),  # equals go on
+        (2, {1: 0.5, 2: 0.5, 3: 0.5, 4: 0.5}, []),  # nothing is known yet: all go on
+        (2, {1: 0.5, 2: 0.5, 3: 0.5, 4: 0.9}, [2, 3]),  # of equals the first
         (3, {1: 0.1, 2: 0.9}, []),  # two are too few for eta 3
         (3, {1: 0.1, 2: 0.9, 3: 0.5}, [1, 3]),
         (2, {1: -3.0, 2: -1.0}, [1]),

@@ -139,7 +139,7 @@ class Sweeps:
         record = await self.sweep(tenant, sweep_id)
         async with self._queueing:
             for trial in await self._service.store.aread(sweep_table.list_trials, sweep_id):
-                if trial.job_id in self._service.live_ids:
+                if trial.job_id is not None and trial.job_id in self._service.live_ids:
                     with contextlib.suppress(InvalidRequest):  # it ended meanwhile
                         await self._service.cancel(tenant, trial.job_id)
             record = await self._end(record, "cancelled")

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from marlaas_jax.cli.main import app
 from marlaas_jax.errors import InvalidConfig, InvalidRequest, NotFound
 from marlaas_jax.store import sweeps
+from marlaas_jax.store.engine import Store
 from tests.e2e.runs import wait_for
 from tests.service.live import FILES, live, of
 
@@ -34,6 +35,7 @@ def ended(client, sweep_id):
     return wait_for(lambda: (found := client.sweep(sweep_id)).is_over and found, 90, "the sweep to end")
 
 
+@pytest.mark.slow
 def test_the_good_rate_wins_and_the_bad_ones_are_stopped(service):
     """Its quota lets three run and two wait at once, so the fourth and the rest wait for room; all are tried."""
     client = service.client("ann")
@@ -76,6 +78,7 @@ def test_what_is_wrong_with_any_trial_refuses_the_whole(service):
         client.sweep("sweep_" + "0" * 22)
 
 
+@pytest.mark.slow
 def test_a_cancelled_sweep_takes_its_trials_along(service):
     client = service.client("cal")
     endless = DOCUMENT | {"job": of("base", steps=5000), "halving": None}
@@ -122,6 +125,7 @@ def test_a_repeated_post_makes_one_sweep(service):
     service.client("eve").cancel_sweep(answers[0].json()["id"])
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_restart(tmp_path, monkeypatch):
     """The service ends while trials run and others wait for room in the queue."""
     monkeypatch.setenv("FAKE_DEVICE", json.dumps({"train_s": 0.05}))
@@ -132,6 +136,9 @@ def test_a_sweep_goes_on_after_a_restart(tmp_path, monkeypatch):
         wait_for(lambda: client.sweep(sweep.id).trials[0].step >= 1, 60, "a trial to train")
         before = client.sweep(sweep.id)
         assert any(trial.job_id is None for trial in before.trials)
+        place = service.service.store.place
+    with Store.open(f"sqlite:///{place}") as store:  # as if it had died right after it found the first trial worse
+        store.write(sweeps.update_trial, sweep.id, 1, rungs={"4": 0.0}, stopped_at=4).result()
     with live(tmp_path, quotas=quotas) as service:
         client = service.client("ann")
         assert client.sweep(sweep.id).state == "running"
@@ -140,4 +147,5 @@ def test_a_sweep_goes_on_after_a_restart(tmp_path, monkeypatch):
         assert len(set(jobs)) == 4 and len(list(client.jobs())) == 4, "no trial was queued twice"
         assert {trial.job_id for trial in before.trials if trial.job_id} <= set(jobs)
         assert after.state == "succeeded" and after.best == 2
+        assert after.trials[0].state == "stopped" and after.trials[0].step < 24
         assert service.service.store.read(sweeps.running_sweeps) == []

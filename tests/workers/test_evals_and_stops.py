@@ -65,6 +65,7 @@ def test_a_job_that_reached_its_target_has_succeeded_and_stays_so(tmp_path, rewa
     assert train(onward, run_dir, resume=True).jobs[0].steps == stopped.steps + 2, "without the rule it goes on"
 
 
+@pytest.mark.slow
 def test_a_running_job_is_ended_early_and_well(tmp_path, rewards):  # noqa: F811
     async def story(served):
         found = served.add("a", f"{rewards}:good", steps=500)
@@ -80,6 +81,7 @@ def test_a_running_job_is_ended_early_and_well(tmp_path, rewards):  # noqa: F811
     serve(tmp_path / "run", story)
 
 
+@pytest.mark.slow
 def test_a_paused_job_that_is_ended_early_ends_when_it_goes_on(tmp_path, rewards):  # noqa: F811
     async def story(served):
         found = served.add("a", f"{rewards}:good", steps=500)

@@ -23,6 +23,7 @@ LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 MAX_SEED = 2**63 - 1
 MAX_INT32 = 2**31 - 1
 MAX_TOKENS = 2**24
+MIN_EVAL_SLOTS = 4  # the null adapter, one being published, one under training, one under evaluation
 MIN_ALPHA, MAX_ALPHA = 1e-6, 1e6
 
 
@@ -122,10 +123,26 @@ class RolloutConfig(Section):
 
 
 class EvalConfig(Section):
-    """Greedy evaluation on held-out items before the first and after the last step."""
+    """Greedy evaluation on held-out items: before the first and after the last step, and in between beside the training."""
 
     num_items: Annotated[int, Field(ge=0, le=10**6)] = 32  # 0: none
     temperature: Temperature = 0.0
+    every_steps: Annotated[int, Field(ge=0, le=10**9)] = 0  # an evaluation after every so many batches; 0: none in between
+
+
+class StopConfig(Section):
+    """When a job ends before its last step, well: as `succeeded`, with the reason, its checkpoint and its adapter.
+
+    What decides are the batches in the order in which they are trained, and the evaluations; each rule works alone.
+    """
+
+    metric: Literal["train_reward", "eval_reward"] = "train_reward"  # what target and patience look at
+    window: Annotated[int, Field(ge=1, le=10**6)] = 3  # train_reward is the mean over the last so many batches
+    target: float | None = None  # ends the job once the metric has reached it
+    patience: Count | None = None  # ends it after so many steps in which the metric did not rise by more than min_delta
+    min_delta: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    max_tokens: Annotated[int, Field(ge=1, le=10**15)] | None = None  # sampled, of the batches trained
+    max_time_s: Seconds | None = None  # while the job runs; not in a queue, nor paused, nor what a crash lost
 
 
 class DataConfig(Section):
@@ -165,6 +182,7 @@ class JobConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
     eval: EvalConfig = EvalConfig()
+    stop: StopConfig = StopConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @pydantic.model_validator(mode="before")
@@ -191,6 +209,28 @@ class JobConfig(Section):
             if _names_a_path(key) and isinstance(entry, str) and (fault := path_fault(entry)):
                 raise ValueError(f"env_args.{key}={short(entry)}: {fault}")
         return value
+
+    @pydantic.model_validator(mode="after")
+    def _across(self) -> "JobConfig":
+        if fault := _stop_fault(self):
+            raise ValueError(fault)
+        return self
+
+
+def _stop_fault(job: JobConfig) -> str:
+    """Returns what of a job's evaluations and early stop could never have an effect, "" if nothing."""
+    stop, every = job.stop, job.eval.every_steps
+    if every and not job.eval.num_items:
+        return f"eval.every_steps={every}: eval.num_items=0 leaves nothing to evaluate; it must be at least 1"
+    if stop.min_delta and stop.patience is None:
+        return f"stop.min_delta={stop.min_delta:g}: has an effect only together with stop.patience"
+    if stop.patience is not None and stop.patience >= job.steps:
+        return f"stop.patience={stop.patience}: must be less than steps={job.steps}"
+    if stop.metric == "eval_reward" and (every == 0 or every >= job.steps):
+        return f"stop.metric='eval_reward': takes evaluations in between: eval.every_steps={every} must be 1 to {job.steps - 1}"
+    if stop.metric == "train_reward" and stop.window > job.steps and (stop.target, stop.patience) != (None, None):
+        return f"stop.window={stop.window}: must be at most steps={job.steps}"
+    return ""
 
 
 class EngineSection(Section):
@@ -250,12 +290,13 @@ class RuntimeConfig(Section):
     def sized_for(self, jobs: "Sequence[JobConfig]") -> "RuntimeConfig":
         """Returns the runtime with the sizes that depend on the jobs filled in, where the user left them open.
 
-        There are slots for all: each job may have rows under one snapshot while the next is published, and nobody is paged out.
+        There are slots for all: each job may have rows under one snapshot while the next is published, and rows of an
+        evaluation under a third; nobody is paged out.
         Blocks are no wider than the largest group, unless a job is exact: its neighbours' groups may not change its blocks.
         """
         bank, learner = self.bank, self.learner
         filled = {
-            "num_sampler_slots": bank.num_sampler_slots or 1 + 2 * len(jobs),
+            "num_sampler_slots": bank.num_sampler_slots or 1 + sum(3 if job.eval.every_steps else 2 for job in jobs),
             "num_learner_slots": bank.num_learner_slots or 1 + len(jobs),
         }
         rows = learner.block_rows
@@ -288,7 +329,17 @@ class RunConfig(Section):
                     f"jobs.{i}.sampling.max_tokens={job.sampling.max_tokens}: must be below "
                     f"runtime.engine.max_context={self.runtime.engine.max_context}"
                 )
+            if fault := eval_slots_fault(job, self.runtime):
+                raise ValueError(f"jobs.{i}.{fault}")
         return self
+
+
+def eval_slots_fault(job: JobConfig, runtime: RuntimeConfig) -> str:
+    """Returns why the sampler could not evaluate beside training, "" if it can: training needs a slot of its own."""
+    slots, every = runtime.bank.num_sampler_slots, job.eval.every_steps
+    if not every or slots is None or slots >= MIN_EVAL_SLOTS:
+        return ""
+    return f"eval.every_steps={every}: takes at least {MIN_EVAL_SLOTS} of runtime.bank.num_sampler_slots, which is {slots}"
 
 
 def load_run(paths: list[Path], overrides: Sequence[str] = ()) -> RunConfig:

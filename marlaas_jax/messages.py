@@ -60,6 +60,7 @@ class AddJob(Message, frozen=True):
 
     resume: start from the newest committed step in `job_dir` if there is one. The answer is JobReady or JobFailed.
     step: start from this committed step instead, and remove the newer ones once it is read; -1: the newest.
+    hold: its first snapshot stays until ReleaseSnapshot.
     """
 
     job: str
@@ -68,6 +69,7 @@ class AddJob(Message, frozen=True):
     job_dir: str
     resume: bool = False
     step: int = -1
+    hold: bool = False
 
 
 class RemoveJob(Message, frozen=True):
@@ -101,8 +103,8 @@ class Generate(Message, frozen=True):
     """Asks for one completion per seed of one prompt, all under one snapshot.
 
     version: -1 is the newest snapshot of the job, resolved by the sampler at admission; -2 is the base model (null adapter).
-    weight: the job's share in the sampler's queue. `eval` requests share the queue of their job. exact: what is sampled must not
-    depend on what else runs (`isolation: exact`).
+    weight: the job's share in the sampler's queue. `eval` requests share the queue of their job. exact: what is sampled must
+    not depend on what else runs (`isolation: exact`).
     """
 
     request_id: str
@@ -143,7 +145,10 @@ class TrainGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrainBatch(Message, frozen=True):
-    """The groups of one batch of one job. `step` counts the job's batches from 0; `ledger` is committed with the weights."""
+    """The groups of one batch of one job. `step` counts the job's batches from 0; `ledger` is committed with the weights.
+
+    hold: the snapshot that it publishes stays until ReleaseSnapshot, for an evaluation.
+    """
 
     job: str
     incarnation: int
@@ -151,6 +156,15 @@ class TrainBatch(Message, frozen=True):
     groups: tuple[TrainGroup, ...]
     ledger: bytes
     reward_mean: float  # decides which checkpoint is the best
+    hold: bool = False
+
+
+class ReleaseSnapshot(Message, frozen=True):
+    """Takes back one `hold`: nothing more will be asked of that version by number. No answer."""
+
+    job: str
+    incarnation: int
+    version: int
 
 
 class FinishJob(Message, frozen=True):
@@ -378,7 +392,7 @@ class EnvError(Message, frozen=True):
 
 ANY = (
     Hello | Heartbeat | Shutdown | WorkerFailed
-    | AddJob | PauseJob | RemoveJob | Generate | CancelGenerate | TrainBatch | FinishJob
+    | AddJob | PauseJob | RemoveJob | Generate | CancelGenerate | TrainBatch | ReleaseSnapshot | FinishJob
     | JobReady | JobFailed | JobFinished | JobPaused | Generated | StepDone | Checkpointed | JobWarning | DeviceStatus
     | LoadEnv | EnvLoaded | GetItem | Item | EnvReset | EnvStep | EnvClose | EnvObservation | EnvDone | EnvError
 )  # fmt: skip

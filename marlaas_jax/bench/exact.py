@@ -66,9 +66,7 @@ class Crowd:
         for i in jobs:
             rng = np.random.default_rng(i)
             prompt = tuple(int(t) for t in rng.integers(1, self._config.vocab_size, 8 + i))
-            request = Generate(
-                f"{i}/{self._count}", f"job{i}", 0, prompt, tuple(range(ROWS)), sampling, exact=i < num_exact
-            )
+            request = Generate(f"{i}/{self._count}", f"job{i}", 0, prompt, tuple(range(ROWS)), sampling, exact=i < num_exact)
             self._sampler.submit(request)
         answers: Answers = {}
         while self._sampler.has_work():

@@ -77,7 +77,7 @@ def jobs(target: Target, states: list[str], name: str | None, labels: list[str],
     table.add_column("reason", overflow="fold")
     for job in found:
         state = Text(job.state, style=STATE_STYLES.get(job.state, ""))
-        row = (f"{job.step}/{job.steps}", str(job.priority), _age(time.time() - job.created), _left(job), Text(job.reason))
+        row = (f"{job.step}/{job.steps}", str(job.priority), age(time.time() - job.created), _left(job), Text(job.reason))
         table.add_row(job.id, Text(job.name), state, *row)
     console = rich.console.Console()
     console.print(table, soft_wrap=not console.is_terminal)
@@ -212,7 +212,8 @@ def _left(job: Job) -> str:
     return duration(job.status["eta_s"]) if job.status is not None and job.status.get("eta_s") is not None else ""
 
 
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
+    """Returns a time for a table."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.0f} {unit}"

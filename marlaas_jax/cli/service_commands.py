@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
     """Adds the commands."""
     for command in (serve, submit, jobs, watch, events, episodes, pause, resume, cancel, checkpoints, rollback, delete, why):
         app.command()(command)
-    for command in (usage, fairness):
+    for command in (sweep, sweeps, usage, fairness):
         app.command()(command)
     app.add_typer(tenant_app, name="tenant")
 
@@ -41,7 +41,12 @@ def serve(
 
 
 def submit(
-    files: Annotated[list[Path], typer.Argument(help="Job files; the reward and data files they name are sent along.")],
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Job files; the reward and data files they name are sent along.")
+    ] = None,
+    sweep_file: Annotated[
+        Path | None, typer.Option("--sweep", metavar="SWEEP.YAML", help="Instead of job files: one job in many variants.")
+    ] = None,
     overrides: Set = None,
     name: Annotated[str | None, typer.Option(help="Instead of the job's own; for one job.")] = None,
     priority: Annotated[int, typer.Option(help="Among your own jobs; the highest goes first.")] = 0,
@@ -53,18 +58,53 @@ def submit(
     api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
-    """Queues the jobs of one or more files."""
+    """Queues the jobs of one or more files, or a sweep."""
     from marlaas_jax.cli import remote as command
     from marlaas_jax.cli import remote_usage as usage_command
 
     with remote():
         target = command.Target(url, api_key)
-        if quote:
+        code = 0
+        if sweep_file is not None:
+            from marlaas_jax.cli import remote_sweeps
+
+            if files or overrides or name is not None or quote or watch:
+                raise InvalidConfig(
+                    "--sweep: takes no job files, --set, --name, --quote or --watch; the sweep file holds its job"
+                )
+            remote_sweeps.submit(target, sweep_file, priority, label or [], file or [], json)
+        elif files and quote:
             usage_command.quote(target, files, list(overrides or ()), file or [], json)
-            return
-        ids = command.submit(target, files, list(overrides or ()), name, priority, label or [], file or [], watch, json)
-        code = command.watch(target, ids[0], json) if watch else 0
+        elif files:
+            ids = command.submit(target, files, list(overrides or ()), name, priority, label or [], file or [], watch, json)
+            code = command.watch(target, ids[0], json) if watch else 0
+        else:
+            raise InvalidConfig("marlaas submit: name at least one job file, or --sweep SWEEP.YAML")
     raise typer.Exit(code)
+
+
+def sweep(
+    sweep_id: Annotated[str, typer.Argument(metavar="SWEEP", help="A sweep's id, as `marlaas sweeps` shows it.")],
+    cancel_it: Annotated[bool, typer.Option("--cancel", help="End it and its trials that have not ended.")] = False,
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
+    """Shows a sweep: each trial with what it changes, how far it is and how well it does; * marks the best."""
+    from marlaas_jax.cli import remote as command
+    from marlaas_jax.cli import remote_sweeps
+
+    with remote():
+        remote_sweeps.show(command.Target(url, api_key), sweep_id, cancel_it, json)
+
+
+def sweeps(url: Url = None, api_key: ApiKey = None, json: Json = False) -> None:
+    """Lists sweeps, the newest first."""
+    from marlaas_jax.cli import remote as command
+    from marlaas_jax.cli import remote_sweeps
+
+    with remote():
+        remote_sweeps.show_all(command.Target(url, api_key), json)
 
 
 def jobs(

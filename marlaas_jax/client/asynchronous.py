@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from urllib.parse import quote
 
 from marlaas_jax.client import job_files
-from marlaas_jax.client.records import Event, Job, Key, Tenant
+from marlaas_jax.client.records import Event, Job, Key, Sweep, Tenant
 from marlaas_jax.client.wire import Wire
 from marlaas_jax.errors import InvalidConfig, StorageError, Unreachable
 
@@ -120,6 +120,33 @@ class AsyncClient:
         """Deletes an ended job and all its files."""
         await self._wire.json("DELETE", _path(job_id))
 
+    # ---- sweeps
+
+    async def submit_sweep(
+        self,
+        sweep: Mapping[str, Any] | str | Path,
+        *,
+        files: Mapping[str, bytes | Path] | None = None,
+        priority: int = 0,
+        labels: Mapping[str, str] | None = None,
+    ) -> Sweep:
+        """Takes a sweep in: its fields, or a sweep file, which is sent together with the files that its job names."""
+        packed = await asyncio.to_thread(_packed_sweep, sweep, files or {})
+        body = {**packed.job, "priority": priority, "labels": dict(labels or {}), "files": _encoded(packed.files)}
+        return Sweep.of(await self._wire.json("POST", "/v1/sweeps", body=body))
+
+    async def sweeps(self) -> list[Sweep]:
+        """Returns the newest sweeps, without their trials."""
+        return [Sweep.of(entry) for entry in (await self._wire.json("GET", "/v1/sweeps"))["sweeps"]]
+
+    async def sweep(self, sweep_id: str) -> Sweep:
+        """Returns a sweep as it stands, with its trials."""
+        return Sweep.of(await self._wire.json("GET", f"/v1/sweeps/{quote(sweep_id, safe='')}"))
+
+    async def cancel_sweep(self, sweep_id: str) -> Sweep:
+        """Ends a sweep and its trials that have not ended; what they trained stays."""
+        return Sweep.of(await self._wire.json("POST", f"/v1/sweeps/{quote(sweep_id, safe='')}/cancel"))
+
     # ---- how they go
 
     async def events(self, job_id: str | None = None, after: int | None = None) -> AsyncIterator[Event]:
@@ -159,6 +186,10 @@ class AsyncClient:
         }  # fmt: skip
         async for entry in self._pages(f"{_path(job_id)}/episodes", "episodes", params):
             yield entry
+
+    async def evaluations(self, job_id: str) -> list[dict[str, Any]]:
+        """Returns the evaluations on held-out items so far."""
+        return (await self._wire.json("GET", f"{_path(job_id)}/evaluations"))["evaluations"]
 
     async def checkpoints(self, job_id: str) -> list[dict[str, Any]]:
         """Returns the committed steps that are kept, the oldest first."""
@@ -246,6 +277,15 @@ def _packed(job: Mapping[str, Any] | str | Path, files: Mapping[str, bytes | Pat
         if len(found) != 1:
             raise InvalidConfig(f"{job}: holds {len(found)} jobs; submit takes one")
         packed = found[0]
+    return _with(packed, files)
+
+
+def _packed_sweep(sweep: Mapping[str, Any] | str | Path, files: Mapping[str, bytes | Path]) -> job_files.Packed:
+    found = job_files.Packed(dict(sweep), {}) if isinstance(sweep, Mapping) else job_files.read_sweep(Path(sweep))
+    return _with(found, files)
+
+
+def _with(packed: job_files.Packed, files: Mapping[str, bytes | Path]) -> job_files.Packed:
     more = {name: content if isinstance(content, bytes) else content.read_bytes() for name, content in files.items()}
     return dataclasses.replace(packed, files=packed.files | more)
 

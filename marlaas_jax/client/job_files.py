@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from marlaas_jax.config import JobConfig, load_jobs
-from marlaas_jax.errors import InvalidConfig, NotFound
+from marlaas_jax.config import JobConfig, load_jobs, resolve_paths, validate
+from marlaas_jax.documents import read_yaml
+from marlaas_jax.errors import InvalidConfig, NotFound, short
 
 MAX_BYTES = 64 << 20  # as the service has it
 
@@ -24,6 +25,25 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Packed]:
     """Returns the jobs of a file; what they name lies beside it. Raises InvalidConfig or NotFound."""
     base = path.resolve().parent
     return [_Packing(base).pack(config) for config in load_jobs(path, overrides)]
+
+
+def read_sweep(path: Path) -> Packed:
+    """Returns a sweep file's fields and what its job names; `job` may be the path of a file that holds one job."""
+    document = read_yaml(path)
+    job = document.get("job")
+    if isinstance(job, str):
+        base = path.resolve().parent / job
+        found = read(base)
+        if len(found) != 1:
+            raise InvalidConfig(f"job={job!r}: holds {len(found)} jobs; a sweep takes one")
+        packed = found[0]
+    elif isinstance(job, dict):
+        resolve_paths([job], None, path.resolve().parent)
+        named = {**job, "name": document.get("name", "sweep")}
+        packed = _Packing(path.resolve().parent).pack(validate(JobConfig, named))
+    else:
+        raise InvalidConfig(f"job={short(job)}: must be a job's fields, or the path of a job file")
+    return Packed({**document, "job": packed.job}, packed.files)
 
 
 class _Packing:

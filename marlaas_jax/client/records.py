@@ -40,11 +40,56 @@ class Job(Record):
     status: dict[str, Any] | None = None  # how it stands in this moment; None: not among the running, or from a list
     why: str = ""  # what it waits for
     usage: dict[str, Any] | None = None  # what it used, by meter, and its cost; None: from a list
+    stop_reason: str = ""  # why it ended, or ends, well before its last step
 
     @property
     def is_over(self) -> bool:
         """True once it has succeeded, failed or was cancelled."""
         return self.state in ENDED
+
+
+@dataclass(frozen=True)
+class Trial(Record):
+    """One variant of a sweep's job."""
+
+    number: int
+    name: str
+    values: dict[str, Any]  # dotted key -> value
+    job_id: str | None  # None: not queued yet
+    state: str  # a job's, or waiting, stopped (others did better), deleted
+    step: int
+    steps: int | None
+    reward: float | None  # the sweep's metric: now, at its end, or at the last rung
+    rungs: dict[str, float]  # steps -> the metric there
+    stopped_at: int | None  # rung
+    reason: str
+    is_best: bool
+
+
+@dataclass(frozen=True)
+class Sweep(Record):
+    """One job in many variants; times in seconds since 1970."""
+
+    id: str
+    tenant_id: str
+    name: str
+    config: dict[str, Any]
+    state: str  # running, succeeded, cancelled
+    num_trials: int
+    created: float
+    ended: float | None
+    trials: tuple[Trial, ...] = ()  # empty in a list
+    best: int | None = None  # number of a trial
+
+    @property
+    def is_over(self) -> bool:
+        """True once all trials have ended."""
+        return self.state != "running"
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """Returns the sweep with its trials, where those were sent."""
+        return super().of({**document, "trials": tuple(map(Trial.of, document.get("trials", ())))})
 
 
 @dataclass(frozen=True)

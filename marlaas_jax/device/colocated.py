@@ -37,6 +37,7 @@ from marlaas_jax.messages import (
     JobWarning,
     Message,
     PauseJob,
+    ReleaseSnapshot,
     RemoveJob,
     StepDone,
     TrainBatch,
@@ -66,6 +67,7 @@ class _Job:
     saved_at_s: float = 0.0
     failed_saves: int = 0
     is_pausing: bool = False
+    holds: set[int] = dataclasses.field(default_factory=set)  # batch steps whose snapshot is to be held
 
 
 class ColocatedDevice:
@@ -108,6 +110,8 @@ class ColocatedDevice:
                 self._sampler.submit(message)
             case CancelGenerate():
                 self._sampler.cancel(message.request_id)
+            case ReleaseSnapshot():
+                self._sampler.release(message.job, message.incarnation, message.version)
             case TrainBatch():
                 return self._for_job(message, self._train)
             case AddJob():
@@ -267,6 +271,8 @@ class ColocatedDevice:
             start = initial.weights(self._model, spec, config.lora.init_from, self._max_rank, self._identity)
             self._learner.add_job(config.name, job.incarnation, config, spec, weights=start)
         snapshot = self._publish(job, config.name)
+        if message.hold:
+            self._sampler.hold(config.name, job.incarnation, snapshot.version)
         record = receipt.receipt(self._model, spec).to_dict()
         ready = JobReady(config.name, job.incarnation, job.step, snapshot.version, job.ledger, snapshot.fingerprint, record)
         return [*warnings, ready]
@@ -275,6 +281,8 @@ class ColocatedDevice:
         if batch.step != job.step + len(job.ledgers) and batch.step not in job.ledgers:
             return []  # trained already, or sent before a roll-back
         job.ledgers[batch.step] = (batch.ledger, batch.reward_mean)
+        if batch.hold:
+            job.holds.add(batch.step)
         self._learner.submit(batch)
         return []
 
@@ -292,6 +300,9 @@ class ColocatedDevice:
         beside_s = published_s - (self._sampler.busy_by_job_s[done.job] - counted_s)
         self._published_by_job_s[done.job] = self._published_by_job_s.get(done.job, 0.0) + beside_s
         self._trained_tokens += done.metrics["learner/num_loss_tokens"]
+        if done.step - 1 in job.holds:
+            job.holds.remove(done.step - 1)
+            self._sampler.hold(done.job, job.incarnation, snapshot.version)
         job.step = done.step
         job.ledger, job.reward = job.ledgers.pop(done.step - 1)
         saved = self._save_if_due(job)

@@ -7,7 +7,7 @@ the one before is read; on a CPU, where the host would take the cores from the d
 """
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,6 +72,10 @@ class Sampler:
         self._writes = [0] * settings.num_adapter_slots  # how often each adapter slot was written
         self._residency = Residency(settings.num_adapter_slots)
         self._snapshots = SnapshotStore(settings.max_device_snapshots)
+        self._holds: Counter[SnapshotKey] = Counter()  # snapshots kept on request, and how often each
+        # Versions asked for by number that rows run under: they leave most adapter slots to those that follow the newest.
+        self._by_number: Counter[SnapshotKey] = Counter()
+        self._max_by_number = max(1, (self._residency.max_pinned + 1) // 3)
         self._queue: FairQueue[Request] = FairQueue(4.0 * settings.num_decode_slots * settings.max_context)
         self._requests: dict[str, Request] = {}
         self._rows: dict[int, Row] = {}  # running, by decode slot
@@ -137,6 +141,8 @@ class Sampler:
         for request in [r for r in self._requests.values() if r.message.job == job]:
             self.cancel(request.message.request_id)
         self._queue.forget(job)
+        for key in [key for key in self._holds.elements() if key.job == job]:
+            self.release(key.job, key.incarnation, key.version)
         self._drop(self._snapshots.forget(job))
         self._mean_tokens.pop(job, None)
 
@@ -151,6 +157,20 @@ class Sampler:
         fingerprint = self.engine.fingerprint(self._params, slot)
         self._account("publish", self._clock() - start, {snapshot.job: 1.0})
         return fingerprint
+
+    def hold(self, job: str, incarnation: int, version: int) -> None:
+        """Keeps a snapshot that is there, though newer ones follow, until as many `release`."""
+        key = SnapshotKey(job, incarnation, version)
+        self._holds[key] += 1
+        self._snapshots.use(key)
+
+    def release(self, job: str, incarnation: int, version: int) -> None:
+        """Takes back one `hold`; one that is not there is ignored."""
+        key = SnapshotKey(job, incarnation, version)
+        if self._holds[key] > 0:
+            self._holds[key] -= 1
+            self._drop(self._snapshots.release(key))
+        self._holds += Counter()  # forgets what is down to zero
 
     def score(self, job: str, version: int, token_ids: Sequence[int]) -> np.ndarray:
         """Returns log-probabilities of token_ids[1:] under a snapshot (-1: the latest, -2: the base) as the sampler has it."""
@@ -203,6 +223,9 @@ class Sampler:
             return False
         if request.is_admitted or request.message.version == BASE_MODEL:
             return True
+        key = request.pinned_version
+        if key is not None and key not in self._by_number and len(self._by_number) >= self._max_by_number:
+            return False
         return self._residency.can_pin(self._key_for(request))
 
     def _key_for(self, request: Request) -> SnapshotKey:
@@ -251,6 +274,8 @@ class Sampler:
         snapshot = self._snapshots[self._key_for(request)]
         self._snapshots.use(key_of(snapshot))
         request.snapshot = snapshot
+        if request.pinned_version is not None:
+            self._by_number[request.pinned_version] += 1
         slot = self._make_resident(snapshot, self._residency.pin)
         request.adapter_slot = (slot, self._writes[slot])
 
@@ -379,6 +404,8 @@ class Sampler:
             key = key_of(request.snapshot)
             self._residency.unpin(key)
             self._drop(self._snapshots.release(key))
+            if request.pinned_version is not None:
+                self._by_number -= Counter((key,))
         if request.pinned_version is not None:
             self._drop(self._snapshots.release(request.pinned_version))
 

@@ -63,7 +63,11 @@ class BatchSent:
 
 @dataclasses.dataclass(frozen=True)
 class EvalDone:
-    """An evaluation ended; `phase` is "before" or "after", `reward_mean` None when nothing could be scored."""
+    """An evaluation of the snapshot after `step` batches ended; `reward_mean` is None when nothing could be scored.
+
+    `phase` is "before", "during" or "after" training; `reward_std_error` is None for fewer than two rewards. `is_held`: its
+    snapshot was kept for it.
+    """
 
     job: str
     phase: str
@@ -71,6 +75,18 @@ class EvalDone:
     reward_mean: float | None
     num_scored: int
     num_items: int
+    version: int = -1  # the one snapshot that all of it was sampled from
+    reward_std_error: float | None = None
+    is_held: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopping:
+    """The job ends after `step` batches, before all that it was to train, for this reason."""
+
+    job: str
+    step: int
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,5 +120,5 @@ class Note:
 
 
 Command = (
-    Message | Render | ToEnv | Send | KillWorker | EpisodeEnded | BatchSent | EvalDone | JobDone | JobGivenUp | Note
+    Message | Render | ToEnv | Send | KillWorker | EpisodeEnded | BatchSent | EvalDone | Stopping | JobDone | JobGivenUp | Note
 )  # fmt: skip

@@ -26,6 +26,7 @@ class Group:
     started_at: float = 0.0
     draw: int | None = None  # the attempt that all seeds are of; None: every attempt of an episode draws anew
     waited_s: float = 0.0  # it could have started so much earlier
+    version: int = -1  # that its turns are sampled from; -1: the newest when a turn starts
 
     @property
     def ended(self) -> bool:

@@ -24,6 +24,7 @@ from marlaas_jax.rollout.job import JobRollout
 from marlaas_jax.rollout.pools import Call, EpisodeKey, Pool, Worker
 from marlaas_jax.rollout.records import Wait
 from marlaas_jax.rollout.settings import RolloutSettings
+from marlaas_jax.rollout.stopping import NOTHING, Past
 from marlaas_jax.waits import WaitLog
 
 MAX_DEATHS_IN_A_ROW = 5  # workers of one pool lost without a single answered step in between
@@ -80,10 +81,12 @@ class Orchestrator:
 
     # ---- jobs
 
-    def on_job_ready(self, settings: RolloutSettings, ready: JobReady, now: float, *, eval_before: bool) -> None:
+    def on_job_ready(
+        self, settings: RolloutSettings, ready: JobReady, now: float, *, eval_before: bool, past: Past = NOTHING
+    ) -> None:
         """Starts (or, as a new incarnation, starts again) the rollouts of a registered job from its committed step."""
         self._close(settings.name, now)
-        self.jobs[settings.name] = JobRollout(settings, ready, now, eval_before=eval_before)
+        self.jobs[settings.name] = JobRollout(settings, ready, now, eval_before=eval_before, past=past)
         self._pump(now)
 
     def pause_job(self, job: str, now: float) -> None:
@@ -92,6 +95,10 @@ class Orchestrator:
         for worker in self.pools[self._pool_of[job]].workers.values():
             worker.jobs.discard(job)
         self._pump(now)
+
+    def stop_job(self, job: str, reason: str, now: float) -> None:
+        """Ends a job well after the batches that have left; it is not evaluated any more."""
+        self._deliver(job, lambda rollout: rollout.stop(reason, now), now)
 
     def remove_job(self, job: str, now: float) -> None:
         """Forgets a job."""

@@ -46,6 +46,7 @@ class Requests:
                 prompt_ids=first.prompt_ids + tuple(first.token_ids),
                 seeds=seeds,
                 sampling=_with_stop(sampling, first.stop),
+                version=group.version,
                 weight=s.weight,
                 exact=s.exact,
             )

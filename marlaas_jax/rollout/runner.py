@@ -67,12 +67,15 @@ class GroupRunner:
         attempt: int,
         size: int,
         now: float,
+        *,
         phase: str = "",
+        version: int = -1,
         draw: int | None = None,
         waited_s: float = 0.0,
     ) -> None:
         """Starts a group of `size` episodes: asks for its item. `phase` tells evaluations of one item apart.
 
+        version: the one that all turns are sampled from; -1: the newest at each turn.
         draw: the attempt whose seeds are used, however many are lost on the way; None: each attempt draws anew.
         waited_s: the group could have started so much earlier.
         """
@@ -81,7 +84,7 @@ class GroupRunner:
         env_seed = derive_seed(s.seed, ticket, attempt if draw is None else draw, -1, -1, split)
         place = ticket if split == "train" else f"{phase}-{ticket}"
         episodes = [Episode(f"{s.name}/{s.incarnation}/{split}/{place}/{i}", i, env_seed, attempt, now) for i in range(size)]
-        group = Group(split, ticket, attempt, now, episodes, started_at=now, draw=draw, waited_s=waited_s)
+        group = Group(split, ticket, attempt, now, episodes, started_at=now, version=version, draw=draw, waited_s=waited_s)
         self.groups[split, ticket] = group
         for episode in episodes:
             self._episodes[episode.episode_id] = (group, episode)
@@ -297,6 +300,7 @@ class GroupRunner:
 
     def _forget(self, group: Group) -> None:
         self._items.pop(group.item_request, None)
+        group.item_request = ""
         del self.groups[group.split, group.ticket]
         for episode in group.episodes:
             del self._episodes[episode.episode_id]

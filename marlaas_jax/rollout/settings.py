@@ -4,6 +4,7 @@ import dataclasses
 
 from marlaas_jax.config import JobConfig
 from marlaas_jax.messages import Sampling
+from marlaas_jax.rollout.stopping import NEVER, StopSettings
 
 ITEM_TIMEOUT_S = 60.0  # the data worker's answer to GetItem
 RENDER_TIMEOUT_S = 60.0  # tokenizing one observation
@@ -34,6 +35,8 @@ class RolloutSettings:
     max_context: int  # tokens of prompt and answer together
     eval_items: int
     eval_temperature: float
+    eval_every_steps: int = 0  # 0: no evaluation in between
+    stop: StopSettings = NEVER
     exact: bool = False  # what is sampled depends on nothing but the job
     retry_lost: bool = True  # a lost worker's episodes start again; False where the environment says "retry: never"
 
@@ -79,5 +82,7 @@ class RolloutSettings:
             eval_items=eval_items,
             eval_temperature=job.eval.temperature,
             exact=job.isolation == "exact",
+            eval_every_steps=job.eval.every_steps,
+            stop=StopSettings(**job.stop.model_dump()),
             retry_lost=retry_lost,
         )

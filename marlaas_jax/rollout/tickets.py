@@ -141,7 +141,7 @@ class TicketBook:
 
     def next_startable(self) -> int | None:
         """Returns the ticket that would start now, or None."""
-        if self.open_step - self.steps_done > self.max_staleness:
+        if self.open_step >= self.steps or self.open_step - self.steps_done > self.max_staleness:
             return None  # what starts now could not enter the open step
         if self._restarts:
             return self._restarts[0]
@@ -222,6 +222,12 @@ class TicketBook:
                 table.pop(ticket, None)
         self.open_step += 1
         return chosen
+
+    def stop(self) -> None:
+        """Makes the batches sent so far the last ones."""
+        self.steps = self.open_step
+        self.ready.clear()
+        self._restarts.clear()
 
     def step_done(self, steps_done: int) -> None:
         """Notes that the learner has trained this many batches."""

@@ -7,9 +7,11 @@ from typing import Annotated
 from pydantic import Field
 
 from marlaas_jax.config import (
+    MIN_EVAL_SLOTS,
     JobConfig,
     RuntimeConfig,
     Section,
+    eval_slots_fault,
     resolve_paths,
     set_key,
     split_override,
@@ -44,7 +46,7 @@ class ServiceConfig(Section):
         """Returns the runtime with room for a few resident adapters where the file leaves that open; others page."""
         bank = self.runtime.bank
         filled = {
-            "num_sampler_slots": bank.num_sampler_slots or 1 + 2 * min(self.max_running_jobs, 16),
+            "num_sampler_slots": bank.num_sampler_slots or max(MIN_EVAL_SLOTS, 1 + 2 * min(self.max_running_jobs, 16)),
             "num_learner_slots": bank.num_learner_slots or 1 + min(self.max_running_jobs, 16),
         }
         return self.runtime.model_copy(update={"bank": bank.model_copy(update=filled)})
@@ -71,3 +73,5 @@ def check_fits(job: JobConfig, runtime: RuntimeConfig) -> None:
         raise InvalidConfig(
             f"sampling.max_tokens={job.sampling.max_tokens}: must be below the service's context, {runtime.engine.max_context}"
         )
+    if fault := eval_slots_fault(job, runtime):
+        raise InvalidConfig(fault)

@@ -56,6 +56,15 @@ def metrics_lines(folder: Path, first_step: int, last_step: int | None) -> Itera
     yield bytes(block)
 
 
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    """Returns the evaluations so far, in the order in which they ended."""
+    path = folder / "evaluations.jsonl"
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        return [record for _, _, record in _records(file)]
+
+
 def episodes(
     folder: Path, which: EpisodeFilter, groups_per_batch: int, limit: int, cursor: str | None
 ) -> tuple[list[dict[str, Any]], str | None]:

@@ -36,6 +36,7 @@ from marlaas_jax.service.metering import Metering
 from marlaas_jax.service.quotas import Load, Quotas, is_reached, why_queued, why_refused
 from marlaas_jax.service.rates import Rates
 from marlaas_jax.service.rollback import LEAVE_S, Rollbacks
+from marlaas_jax.service.sweeps import Sweeps
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store import tenants as tenant_table
 from marlaas_jax.store import usage as usage_table
@@ -77,6 +78,7 @@ class Service:
         self.fair_share = FairShare()
         self.rates = Rates()
         self._over_quota: set[str] = set()  # jobs that are being paused to wait in the queue
+        self.sweeps = Sweeps(self)
         self.controller = Controller(
             config.sized_runtime(),
             self.data_dir,
@@ -98,6 +100,7 @@ class Service:
         for tenant in await self.store.aread(tenant_table.list_tenants):
             self._tenants[tenant.id] = tenant
         await self.metering.start()
+        await self.sweeps.load()
 
         def started() -> None:
             self.controller.start_device()
@@ -108,6 +111,7 @@ class Service:
                     self._start(record)
             self._spawn(self._admit_forever())
             self._spawn(self.metering.run())
+            self._spawn(self.sweeps.run())
             ready()
 
         try:
@@ -346,6 +350,14 @@ class Service:
         """Returns where a job's files are."""
         return self.data_dir / "jobs" / job_id
 
+    def now(self) -> float:
+        """Returns the time as the store keeps it, in seconds since 1970."""
+        return self._clock()
+
+    def spawn(self, work: Any) -> None:
+        """Runs a coroutine in the background; a failure is logged."""
+        self._spawn(work)
+
     # ---- admission
 
     async def _admit_forever(self) -> None:
@@ -393,6 +405,7 @@ class Service:
             job.quoted_step = self._quote(record.tenant_id, JobConfig.model_validate(record.config)).per_step
             if job.is_over:  # it ended before a crash, and the store was not told
                 self._on_over(job)
+            self.sweeps.on_start(record.id)
         except (MarlaasError, ValueError) as error:
             self._spawn(self._move(record, "failed", ("running",), f"it cannot be started: {error}"))
 
@@ -441,6 +454,8 @@ class Service:
             return
         record = self._records.get(event.get("job", ""))
         data = {name: value for name, value in event.items() if name not in ("time", "kind", "job")}
+        if event["kind"] == "evaluated":
+            self.sweeps.on_evaluated(event["job"], data)
         self.events.add(event["kind"], record, data)
 
     def _on_device_status(self, status: DeviceStatus) -> None:
@@ -459,6 +474,7 @@ class Service:
         self.events.add("step", record, told)
         self._records[record.id] = dataclasses.replace(record, step=job.step, updated=self._clock())
         self._spawn(self.store.awrite(job_table.update_job, record.id, now=self._clock(), step=job.step))
+        self.sweeps.on_step(job)
 
     def _on_over(self, job: Job) -> None:
         self.metering.collect(job)
@@ -476,7 +492,7 @@ class Service:
         if job.state == FAILED:
             self._spawn(self._settle(record, "failed", f"{job.kind}: {job.reason}"))
         else:
-            self._spawn(self._settle(record, "succeeded"))
+            self._spawn(self._settle(record, "succeeded", job.stop_reason))
 
     # ---- the store
 

@@ -78,6 +78,35 @@ jobs = sa.Table(
     sa.Index("jobs_newest", "created", "id"),
 )
 
+sweeps = sa.Table(
+    "sweeps",
+    METADATA,
+    sa.Column("id", Text, primary_key=True),
+    sa.Column("tenant_id", Text, sa.ForeignKey("tenants.id"), nullable=False),
+    sa.Column("name", Text, nullable=False),
+    sa.Column("config", JSON, nullable=False),
+    sa.Column("priority", sa.Integer, nullable=False),
+    sa.Column("labels", JSON, nullable=False),
+    sa.Column("state", Text, nullable=False, index=True),
+    sa.Column("num_trials", sa.Integer, nullable=False),
+    sa.Column("created", sa.Double, nullable=False),
+    sa.Column("ended", sa.Double),
+    sa.Index("sweeps_newest_of_tenant", "tenant_id", "created", "id"),
+)
+
+trials = sa.Table(  # a job's is named without a foreign key: it outlives a deleted job
+    "trials",
+    METADATA,
+    sa.Column("sweep_id", Text, sa.ForeignKey("sweeps.id"), primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("name", Text, nullable=False),
+    sa.Column("values", JSON, nullable=False),
+    sa.Column("job_id", Text),
+    sa.Column("rungs", JSON, nullable=False),
+    sa.Column("stopped_at", sa.BigInteger),
+    sa.Column("error", Text, nullable=False),
+)
+
 events = sa.Table(
     "events",
     METADATA,
@@ -143,7 +172,10 @@ def insert_new(connection: sa.Connection, table: sa.Table, values: Mapping[str, 
 
 
 def prepare(connection: sa.Connection, place: str) -> None:
-    """Makes the tables in an empty database; raises InvalidConfig for one that this version cannot use."""
+    """Makes the tables in an empty database, and those that came later in an older one.
+
+    Raises InvalidConfig for one that this version cannot use. A table that is only added leaves VERSION as it is.
+    """
     if connection.dialect.name == "postgresql":  # two services that start at once; SQLite has BEGIN IMMEDIATE for that
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(0x6D61726C616173)))
     found = set(sa.inspect(connection).get_table_names()) & set(METADATA.tables)

@@ -50,6 +50,7 @@ from marlaas_jax.messages import (
     JobWarning,
     Message,
     PauseJob,
+    ReleaseSnapshot,
     RemoveJob,
     Shutdown,
     StepDone,
@@ -69,6 +70,7 @@ from marlaas_jax.rollout.commands import (
     Note,
     Render,
     Send,
+    Stopping,
     TurnKey,
 )
 from marlaas_jax.rollout.orchestrator import Orchestrator
@@ -79,6 +81,7 @@ from marlaas_jax.transport.server import Server
 from marlaas_jax.workers import folder_lock
 from marlaas_jax.workers.controller_device import SILENCE_S, DeviceLink
 from marlaas_jax.workers.controller_eta import Forecasts
+from marlaas_jax.workers.controller_evals import figures
 from marlaas_jax.workers.controller_files import Log, writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_processes import Processes
@@ -208,7 +211,7 @@ class Controller:
             self._publish_status()
         finally:
             for job in self.jobs.values():
-                job.files.close()
+                job.close()
             self._events.close()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -279,11 +282,20 @@ class Controller:
             self.event("job_cancelled", name, reason=reason)
             self._retire(job)
 
+    def stop_early(self, name: str, reason: str) -> None:
+        """Ends a job as succeeded after the batches that have begun to be trained; one that waits ends when it runs again."""
+        job = self.jobs[name]
+        if not job.is_over and not job.files.state.get("stop_asked"):
+            with self._ends_on_fault(name):
+                job.ask_to_stop(reason)
+            self.orchestrator.stop_job(name, reason, time.monotonic())
+            self._execute_all(time.monotonic())
+
     def forget(self, name: str) -> None:
         """Drops a job that is over or paused from the books."""
         assert not self.jobs[name].is_live, name
         self._forecasts.forget(name)
-        self.jobs.pop(name).files.close()
+        self.jobs.pop(name).close()
 
     def _open(self, job: Job) -> None:
         """Gets a job its workers and its place on the device."""
@@ -486,7 +498,7 @@ class Controller:
         eval_first = job.begin()
         self.phase = "running"
         settings = job.settings(self.runtime.engine.max_context)
-        self.orchestrator.on_job_ready(settings, job.device_ready, now, eval_before=eval_first)
+        self.orchestrator.on_job_ready(settings, job.device_ready, now, eval_before=eval_first, past=job.past())
 
     def _on_step_done(self, message: StepDone, now: float) -> None:
         job = self.jobs.get(message.job)
@@ -514,7 +526,8 @@ class Controller:
         job.adapter = message.export_dir
         self._forecasts.finished(job)
         job.succeed()
-        self.event("job_succeeded", job.name, step=job.step, adapter=message.export_dir)
+        why = {"stop_reason": job.stop_reason} if job.stop_reason else {}
+        self.event("job_succeeded", job.name, step=job.step, adapter=message.export_dir, **why)
         self._retire(job)
 
     # ---- workers that come and go
@@ -597,7 +610,8 @@ class Controller:
     def _add_to_device(self, job: Job) -> None:
         config = job.config.model_dump_json().encode()
         step = -1 if job.go_on_from is None else job.go_on_from
-        added = AddJob(job.name, job.incarnation, config, str(job.folder), resume=job.is_resumed, step=step)
+        where, hold = str(job.folder), job.holds_first
+        added = AddJob(job.name, job.incarnation, config, where, resume=job.is_resumed, step=step, hold=hold)
         self._suspects.joined(job.name, time.monotonic())
         self._send(self._device.worker_id, added)
 
@@ -659,7 +673,7 @@ class Controller:
         match command:
             case Send():
                 self._send(command.worker_id, command.message)
-            case Generate() | CancelGenerate() | TrainBatch():
+            case Generate() | CancelGenerate() | TrainBatch() | ReleaseSnapshot():
                 self._send(self._device.worker_id, command)
             case GetItem():
                 job = self.jobs[command.job]
@@ -676,6 +690,9 @@ class Controller:
                 job.files.batch_sent(command.step + 1, job.incarnation, command.metrics, command.tickets)
             case EvalDone():
                 self._on_eval_done(command)
+            case Stopping():
+                self.jobs[command.job].stop_reason = command.reason
+                self.event("stopping", command.job, step=command.step, reason=command.reason)
             case JobDone():
                 self.jobs[command.job].files.save_state(used_after=command.used)
                 self._on_job_done(self.jobs[command.job])
@@ -692,11 +709,10 @@ class Controller:
 
     def _on_eval_done(self, done: EvalDone) -> None:
         job = self.jobs[done.job]
-        job.files.save_state(**{f"eval_{done.phase}": done.reward_mean})
+        job.evaluated(done)
         if done.phase == "before":  # nothing else ran yet
             job.eval_s = job.active_s(time.monotonic())
-        fields = {"phase": done.phase, "step": done.step, "reward_mean": done.reward_mean}
-        self.event("evaluated", job.name, **fields, num_scored=done.num_scored, num_items=done.num_items)
+        self.event("evaluated", done.job, **figures(done))
 
     def _on_job_done(self, job: Job) -> None:
         self._note_episodes(job)

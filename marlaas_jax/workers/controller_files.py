@@ -4,6 +4,7 @@
     RUN/jobs/NAME/  state.json     incarnation, outcome, evaluations: what a resume needs beside the checkpoint
                     batches.jsonl  a line per batch, written before it is sent to be trained
                     metrics.jsonl  a line per trained batch
+                    evaluations.jsonl  a line per evaluation; see controller_evals
                     episodes-00000.jsonl ...  segments; the oldest go first
                     checkpoints/   adapter/   summary.json
 
@@ -59,6 +60,10 @@ class State(TypedDict, total=False):
     steps: Count
     rollback_to: Count | None  # the committed step that it goes on from; None: the newest
     rollbacks: list[Rollback]
+    steps_asked: Count
+    stop: dict[str, Any]
+    stop_reason: str
+    stop_asked: str
     adapter: str | None
     eval_before: float | None
     used_after: dict[str, float]

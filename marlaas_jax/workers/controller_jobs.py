@@ -9,8 +9,11 @@ from marlaas_jax.config import JobConfig
 from marlaas_jax.eta import Span
 from marlaas_jax.messages import EnvLoaded, JobReady, LoadEnv, StepDone
 from marlaas_jax.rl import objective
+from marlaas_jax.rollout.commands import EvalDone
 from marlaas_jax.rollout.settings import RolloutSettings
+from marlaas_jax.rollout.stopping import Past
 from marlaas_jax.workers import roll_back
+from marlaas_jax.workers.controller_evals import Evaluations
 from marlaas_jax.workers.controller_files import JobFiles, read_lines, write_json
 from marlaas_jax.workers.controller_status import (
     CANCELLED,
@@ -35,6 +38,7 @@ class Job:
         self.name = config.name
         self.folder = folder
         self.files = JobFiles(folder, time.time)
+        self.evaluations = Evaluations(folder, time.time)
         self.state = STARTING
         self.since = time.monotonic()  # of the state, for its limit
         self.kind = ""
@@ -50,6 +54,7 @@ class Job:
         self.device_share = 0.0
         self.episodes: dict[str, int] = {}
         self.adapter: str | None = None
+        self.stop_reason = ""  # of a job that ends, or ended, before its last step and well
         self.started = time.monotonic()
         is_file = config.env.rpartition(":")[0].endswith(".py")  # a user's own code
         self.pool = f"job-{self.name}" if is_file else f"env-{config.env.partition(':')[0]}"
@@ -83,9 +88,11 @@ class Job:
         self.incarnation = self.files.state.get("incarnation", 0)
         self.is_resumed = self.incarnation > 0
         trained = self.files.state.get("steps", 0)
-        if self.files.state.get("state") == SUCCEEDED and self.config.steps <= trained:
+        if self.files.state.get("state") == SUCCEEDED and self._has_all(self.files.state, trained):
             self.state = SUCCEEDED
+            self.stop_reason = self.files.state.get("stop_reason", "")
             self.files.cut_back(trained)
+            self.evaluations.cut_back(trained)
             self.step = len(self.files.metrics)
             self.adapter = self.files.state.get("adapter")
         else:
@@ -98,6 +105,11 @@ class Job:
     def active_s(self, now: float) -> float:
         """Returns how long the job has run, pauses and the time before its first start left out; `now` is monotonic."""
         return self._active_before_s + (0.0 if self._active_since is None else now - self._active_since)
+
+    def _has_all(self, state: dict[str, Any], trained: int) -> bool:
+        """Whether a job that succeeded has the steps asked for now, or ended early by the rule that it still has."""
+        is_stopped = bool(state.get("stop_reason")) and state.get("stop") == self.config.stop.model_dump(mode="json")
+        return self.config.steps <= (state.get("steps_asked", trained) if is_stopped else trained)
 
     def new_incarnation(self) -> None:
         """Starts again from the committed step: everything that an older incarnation sends will be ignored."""
@@ -128,6 +140,8 @@ class Job:
         self.files.cut_back(self.step)
         if self.go_on_from is not None:
             roll_back.remove_result(self.folder)
+        self.evaluations.cut_back(self.step)
+        self.stop_reason = ""  # decided anew, from the same history
         self.state = RUNNING
         if self._active_since is None:
             self._active_since = time.monotonic()
@@ -147,6 +161,32 @@ class Job:
             retry_lost=self.env_ready.retry_lost,
         )
 
+    @property
+    def holds_first(self) -> bool:
+        """Whether the device is to hold the snapshot that the job starts from: an evaluation may be of it."""
+        return self.config.eval.every_steps > 0
+
+    def past(self) -> Past:
+        """Returns what the rollouts need to know of the committed steps."""
+        rows = self.files.metrics
+        return Past(
+            rewards=tuple(row.get("rollout/reward_mean") for row in rows),
+            tokens=int(sum(row.get("rollout/num_tokens") or 0 for row in rows)),
+            running_s=self.last_metric("rollout/running_s") or 0.0,
+            evaluations=self.evaluations.past(self.name),
+            stop=self.files.state.get("stop_asked", ""),
+        )
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Notes that somebody wants the job to end early and well; it outlives a restart."""
+        self.files.save_state(stop_asked=reason)
+
+    def evaluated(self, done: EvalDone) -> None:
+        """Notes an evaluation that has ended."""
+        self.evaluations.add(done, self.incarnation)
+        if done.phase != "during":
+            self.files.save_state(**{f"eval_{done.phase}": done.reward_mean})
+
     def trained(self, message: StepDone, figures: dict[str, float]) -> dict[str, Any]:
         """Notes a trained batch and our own figures of it; returns its line of metrics."""
         self.step = message.step
@@ -161,7 +201,14 @@ class Job:
     def succeed(self) -> None:
         """Ends the job well."""
         self.state = SUCCEEDED
-        self.files.save_state(state=SUCCEEDED, adapter=self.adapter, steps=self.step)
+        self.files.save_state(
+            state=SUCCEEDED,
+            adapter=self.adapter,
+            steps=self.step,
+            steps_asked=self.config.steps,
+            stop_reason=self.stop_reason,
+            stop=self.config.stop.model_dump(mode="json"),
+        )
         self._write_summary()
 
     def fail(self, kind: str, reason: str) -> None:
@@ -208,6 +255,7 @@ class Job:
 
     def status(self, queues: dict[str, int], waits_for: str) -> JobStatus:
         """Returns the live snapshot."""
+        last = self.evaluations.last() or {}
         return JobStatus(
             name=self.name,
             state=self.state,
@@ -231,11 +279,15 @@ class Job:
             eta_low_s=None if self.eta is None else self.eta.low_s,
             eta_high_s=None if self.eta is None else self.eta.high_s,
             eta_basis="" if self.eta is None else self.eta.basis,
+            eval_last=last.get("reward_mean"),
+            eval_step=last.get("step"),
+            stop_reason=self.stop_reason,
         )
 
     def result(self) -> JobResult:
         """Returns how the job stands or ended."""
         rows = self.files.metrics
+        last = self.evaluations.last() or {}
         return JobResult(
             name=self.name,
             state=self.state,
@@ -253,7 +305,14 @@ class Job:
             episodes=self.episodes,
             elapsed_s=time.monotonic() - self.started,
             adapter=self.adapter,
+            eval_last=last.get("reward_mean"),
+            stop_reason=self.stop_reason,
         )
+
+    def close(self) -> None:
+        """Closes all files."""
+        self.files.close()
+        self.evaluations.close()
 
     def _write_summary(self) -> None:
         write_json(self.folder / "summary.json", dataclasses.asdict(self.result()))

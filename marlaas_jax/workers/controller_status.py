@@ -32,6 +32,9 @@ class JobStatus:
     eta_low_s: float | None = None  # the band
     eta_high_s: float | None = None
     eta_basis: str = ""  # "steps", or "quote" before there were enough of them
+    eval_last: float | None = None  # mean reward of the newest evaluation
+    eval_step: int | None = None  # the batches trained before it
+    stop_reason: str = ""  # why it ends before its last step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,8 @@ class JobResult:
     episodes: dict[str, int]  # of the last incarnation
     elapsed_s: float
     adapter: str | None  # folder in PEFT form
+    eval_last: float | None = None  # mean reward of the newest evaluation
+    stop_reason: str = ""  # why it ended well before its last step
 
 
 @dataclasses.dataclass(frozen=True)

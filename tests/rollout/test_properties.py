@@ -24,15 +24,16 @@ class Rollouts(RuleBasedStateMachine):
         minibatches=st.integers(1, 3),
         num_workers=st.integers(1, 3),
         eval_items=st.integers(0, 2),
+        eval_every_steps=st.integers(0, 2),
     )
-    def start(self, cap, group_size, groups_per_batch, turns, minibatches, num_workers, eval_items):
+    def start(self, cap, group_size, groups_per_batch, turns, minibatches, num_workers, eval_items, eval_every_steps):
         self.world = World(turns=turns, minibatches=minibatches, workers=[f"w{i}" for i in range(num_workers)])
         # enough attempts that the machine's faults cannot use them up: then every ticket must be trained
         self.specs = {
             name: job_settings(
                 name, steps=6, group_size=group_size, groups_per_batch=groups_per_batch,
                 max_staleness=cap if name == "a" else 1,
-                max_attempts=1000, eval_items=eval_items, weight=1.0 + (name == "b"),
+                max_attempts=1000, eval_items=eval_items, eval_every_steps=eval_every_steps, weight=1.0 + (name == "b"),
             )
             for name in ("a", "b")
         }  # fmt: skip
@@ -163,6 +164,7 @@ class Rollouts(RuleBasedStateMachine):
             assert trained == list(range(spec.steps * spec.groups_per_batch)), "each ticket exactly once"
             assert [batch.step for batch in world.history[name]] == list(range(spec.steps))
             assert world.orchestrator.jobs[name].tally.running == 0
+        assert not +world.held, "a snapshot is held for ever"
         assert all(record.record["outcome"] for record in world.seen[EpisodeEnded])
         assert not any(
             pool.waiting or w.episodes or w.calls for pool in world.orchestrator.pools.values() for w in pool.workers.values()

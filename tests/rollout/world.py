@@ -4,6 +4,7 @@ Nothing happens by itself: commands become pending answers, and a test decides w
 """
 
 import struct
+from collections import Counter
 
 from marlaas_jax.messages import (
     CancelGenerate,
@@ -18,13 +19,26 @@ from marlaas_jax.messages import (
     GetItem,
     Item,
     JobReady,
+    ReleaseSnapshot,
     Sampling,
     StepDone,
     TrainBatch,
 )
-from marlaas_jax.rollout.commands import BatchSent, EpisodeEnded, EvalDone, JobDone, JobGivenUp, KillWorker, Note, Render, Send
+from marlaas_jax.rollout.commands import (
+    BatchSent,
+    EpisodeEnded,
+    EvalDone,
+    JobDone,
+    JobGivenUp,
+    KillWorker,
+    Note,
+    Render,
+    Send,
+    Stopping,
+)
 from marlaas_jax.rollout.orchestrator import Orchestrator
 from marlaas_jax.rollout.settings import RolloutSettings
+from marlaas_jax.rollout.stopping import NOTHING
 
 END = 1  # the end id of this world's policy
 
@@ -61,16 +75,17 @@ class World:
         self.pending: list[tuple[str, object]] = []  # answers that may be delivered, in order of asking
         self.batches_of: dict[tuple[str, int], int] = {}  # (job, version) -> batches when published
         self.generates: list[Generate] = []
+        self.held: Counter[tuple[str, int]] = Counter()  # (job, version) -> holds of that snapshot
         self.envs: dict[str, dict[tuple[str, int], int]] = {}  # worker -> episode -> turns taken
         self.seen: dict[type, list] = {
-            kind: [] for kind in (BatchSent, EpisodeEnded, EvalDone, JobDone, JobGivenUp, KillWorker, Note)
+            kind: [] for kind in (BatchSent, EpisodeEnded, EvalDone, JobDone, JobGivenUp, KillWorker, Note, Stopping)
         }
         self.checked: dict[str, tuple[int, int]] = {}
         self.resets: set[tuple[str, int]] = set()
         self.workers = list(workers)
         self.num_workers = len(workers)
 
-    def add(self, job: RolloutSettings, *, eval_before=False, ready_message=None) -> None:
+    def add(self, job: RolloutSettings, *, eval_before=False, ready_message=None, past=NOTHING) -> None:
         """Registers and starts a job."""
         message = ready_message or ready(job.name, job.incarnation)
         self.settings[job.name] = job
@@ -82,7 +97,9 @@ class World:
         for worker in self.workers:
             self.envs.setdefault(worker, {})
             self.orchestrator.on_worker_ready(self.pool, worker, job.name, self.now)
-        self.orchestrator.on_job_ready(job, message, self.now, eval_before=eval_before)
+        self.held = Counter({key: count for key, count in self.held.items() if key[0] != job.name})
+        self.held[job.name, message.version] += job.eval_every_steps > 0
+        self.orchestrator.on_job_ready(job, message, self.now, eval_before=eval_before, past=past)
         self.collect()
 
     def collect(self) -> None:
@@ -105,6 +122,10 @@ class World:
                     self.pending.append(("generated", (command, sample)))
             elif isinstance(command, TrainBatch):
                 self.pending.append(("train", command))
+            elif isinstance(command, ReleaseSnapshot):
+                if command.incarnation == self.settings[command.job].incarnation:
+                    self.held[command.job, command.version] -= 1
+                    assert self.held[command.job, command.version] >= 0, "released more often than held"
             elif isinstance(command, GetItem):
                 self.pending.append(("item", command))
             elif isinstance(command, Render):
@@ -201,6 +222,10 @@ class World:
     def _generated(self, what) -> None:
         message, sample = what
         version = self.version[message.job]
+        if message.version >= 0:
+            is_kept = message.version == version or self.held[message.job, message.version] > 0
+            assert is_kept, f"version {message.version} is gone"
+            version = message.version
         ids = (10 + message.seeds[sample] % 5, END)
         self.orchestrator.on_generated(
             Generated(
@@ -228,6 +253,7 @@ class World:
         self.version[job] += self.minibatches
         self.batches_of[job, self.version[job]] = self.steps[job]
         version = self.version[job]
+        self.held[job, version] += batch.hold
         self.orchestrator.on_step_done(StepDone(job, batch.incarnation, self.steps[job], version, f"fp{version}", {}), self.now)
 
     # ---- failures, for tests

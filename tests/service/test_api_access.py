@@ -5,7 +5,8 @@ import re
 import httpx
 import pytest
 
-from marlaas_jax.store import events, jobs, tenants
+from marlaas_jax.store import events, jobs, sweeps, tenants
+from tests.e2e.runs import wait_for
 from tests.service.live import FILES, live, of
 
 pytestmark = pytest.mark.multiprocess
@@ -34,9 +35,20 @@ def theirs(service):
     job = service.client("owner").submit(of("theirs"), files=FILES)
     ended = service.client("owner").submit(of("ended"), files=FILES)
     service.client("owner").cancel(ended.id)
+    sweep = service.client("owner").submit_sweep(
+        {"name": "theirs", "job": of("base"), "grid": {"optimizer.learning_rate": [1e-4, 1e-3]}}, files=FILES
+    )
     store = service.service.store
     owner = store.read(tenants.get_tenant, "owner")
-    return {"job_id": job.id, "ended": ended.id, "tenant_id": owner.id, "key_id": store.read(tenants.list_keys, owner.id)[0].id}
+    live = service.service.live_ids
+    wait_for(lambda: len(live) == 3, 20, "the trials to be queued")
+    return {
+        "sweep_id": sweep.id,
+        "job_id": job.id,
+        "ended": ended.id,
+        "tenant_id": owner.id,
+        "key_id": store.read(tenants.list_keys, owner.id)[0].id,
+    }
 
 
 def send(service, method, path, key=None, **options):
@@ -63,6 +75,7 @@ def snapshot(service):
         [store.read(tenants.list_keys, tenant.id) for tenant in store.read(tenants.list_tenants)],
         [event for event in store.read(events.list_events, tenant_id=None) if event.job_id],
         files,
+        store.read(sweeps.list_sweeps, tenant_id=None),
     )
 
 
@@ -88,6 +101,7 @@ def test_nothing_without_a_good_key(service, routes, theirs):
 def test_another_tenants_objects_do_not_exist(service, routes, theirs):
     """Each route with a job's id, with a stranger's key: 404, as for an id that was never given, and nothing changes."""
     stranger = service.key("stranger")
+    assert [sweep.id for sweep in service.client("owner").sweeps()] == [theirs["sweep_id"]]
     before = snapshot(service)
     tried = [(method, path) for method, path in routes if "{job_id}" in path]
     assert len(tried) >= 12
@@ -101,6 +115,11 @@ def test_another_tenants_objects_do_not_exist(service, routes, theirs):
         )
         assert mine.replace(theirs["job_id"], "*") == never.replace("job_" + "0" * 22, "*")
     assert send(service, "GET", "/v1/jobs", stranger).json() == {"jobs": [], "next_cursor": None}
+    for method, path in [(method, path) for method, path in routes if "{sweep_id}" in path]:
+        for sweep_id in (theirs["sweep_id"], theirs["job_id"], "sweep_" + "0" * 22, "%00", "'; --"):
+            answer = send(service, method, path.replace("{sweep_id}", sweep_id), stranger)
+            assert answer.status_code == 404 and "no such sweep" in error(answer)["message"], (method, path, answer.text)
+    assert send(service, "GET", "/v1/sweeps", stranger).json() == {"sweeps": []}
     assert theirs["job_id"] not in send(service, "GET", "/metrics", stranger).text
     billed = service.service.metering  # the owner has used something
     owner = theirs["tenant_id"]
@@ -154,7 +173,7 @@ def test_a_tenant_that_sends_too_much_is_told_when_to_come_back(service):
 def test_the_figures_name_jobs_of_the_asking_tenant_only(service, theirs):
     own = send(service, "GET", "/metrics", service.key("owner")).text
     every = send(service, "GET", "/metrics", service.key("root", is_admin=True)).text
-    assert 'marlaas_jobs{state="queued",tenant="owner"} 1.0' in own and "marlaas_loop_lag_s" not in own
+    assert 'marlaas_jobs{state="queued",tenant="owner"} 3.0' in own and "marlaas_loop_lag_s" not in own
     assert 'marlaas_queue_wait_s{tenant="owner"}' in every and "marlaas_loop_lag_s" in every
 
 

@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from marlaas_jax.errors import InternalError, InvalidConfig, InvalidRequest, MarlaasError, NotFound
-from marlaas_jax.store import events, jobs, schema, tenants
+from marlaas_jax.store import events, jobs, schema, sweeps, tenants
 from marlaas_jax.store.engine import Store
 
 
@@ -165,6 +165,16 @@ def test_hostile_values_are_stored_or_refused_in_a_sentence(store):
             store.read(jobs.get_job, job_id, tenant_id=tenant.id)
     with pytest.raises(InvalidRequest, match="cannot be stored"):
         store.write(jobs.create_job, tenant.id, name="n", config={}, steps=10**30, now=1.0).result(10)
+
+
+def test_tables_that_came_later_are_made_in_an_older_database(url):
+    with Store.open(url) as store:
+        tenant = store.write(tenants.create_tenant, "ann", now=1.0).result(10)
+        for table in (schema.trials, schema.sweeps):
+            store.write(lambda c, table=table: table.drop(c)).result(10)
+    with Store.open(url) as store:
+        assert store.read(sweeps.list_sweeps, tenant_id=None) == []
+        assert store.read(tenants.list_tenants) == [tenant]
 
 
 def test_a_newer_schema_is_refused(url):

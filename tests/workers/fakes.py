@@ -1,4 +1,4 @@
-"""A device without JAX: a policy whose share of right answers rises with each batch. Runs as the device's process.
+"""A device without JAX: a policy whose share of right answers rises with each batch, by its learning rate; runs as a process.
 
     python -m tests.workers.fakes --address A --runtime RUN/runtime.yaml --worker-id ID
 
@@ -88,9 +88,10 @@ class FakeDevice:
         return JobReady(message.job, message.incarnation, version, version, ledger, self.fingerprint(message.job, version), {})
 
     def complete(self, message: Generate, sample: int) -> Generated:
-        version = self.jobs[message.job]["step"]
+        version = message.version if message.version >= 0 else self.jobs[message.job]["step"]
+        pace = self.jobs[message.job]["config"].optimizer.learning_rate / 2e-4  # 1 for the default
         digest = hashlib.blake2b(f"{message.seeds[sample]}".encode(), digest_size=4).digest()
-        word = "yes" if int.from_bytes(digest, "big") / 2**32 < min(0.95, 0.3 + 0.12 * version) else "no"
+        word = "yes" if int.from_bytes(digest, "big") / 2**32 < min(0.95, 0.3 + 0.12 * version * pace) else "no"
         ids = self.words[word]
         logprobs = struct.pack(f"<{len(ids)}f", *[-0.7] * len(ids))
         claimed = (

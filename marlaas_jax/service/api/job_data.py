@@ -53,6 +53,14 @@ async def episodes(
     return Json({"episodes": found, "next_cursor": next_cursor})
 
 
+@router.get("/jobs/{job_id}/evaluations")
+async def evaluations(api: TheApi, caller: Caller, job_id: str) -> Response:
+    """Lists the evaluations on held-out items: step, version, reward_mean, reward_std_error, num_items."""
+    record = await api.service.job(caller, job_id)
+    found = await asyncio.to_thread(job_folder.evaluations, api.service.folder(record.id))
+    return Json({"evaluations": found})
+
+
 @router.get("/jobs/{job_id}/checkpoints")
 async def checkpoints(api: TheApi, caller: Caller, job_id: str) -> Response:
     """Lists the committed steps that are kept, the oldest first."""

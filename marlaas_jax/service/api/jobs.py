@@ -151,7 +151,9 @@ async def delete(api: TheApi, caller: Caller, job_id: str) -> Response:
 def document(api: Api, record: JobRecord) -> dict[str, Any]:
     """Returns a job as it is shown."""
     status = api.service.status(record.id)
-    return asdict(record) | {"status": None if status is None else asdict(status), "why": api.service.why(record)}
+    stop_reason = record.reason if record.state == "succeeded" else "" if status is None else status.stop_reason
+    shown = asdict(record) | {"status": None if status is None else asdict(status), "why": api.service.why(record)}
+    return shown | {"stop_reason": stop_reason}
 
 
 def _brief(api: Api, record: JobRecord) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 JOB_FIGURES: dict[str, tuple[str, Callable[[JobStatus], float | None]]] = {
     "marlaas_job_step": ("Batches trained.", lambda status: status.step),
     "marlaas_job_reward_mean": ("Mean reward of the last batch.", lambda status: status.reward),
+    "marlaas_job_eval_reward_mean": ("Mean reward of the newest evaluation.", lambda status: status.eval_last),
     "marlaas_job_sampled_tokens": ("Tokens sampled since the service started.", lambda status: status.tokens),
     "marlaas_job_sampled_tokens_per_s": ("Tokens sampled per second, lately.", lambda status: status.tokens_per_s),
     "marlaas_job_eta_s": ("Seconds until it has succeeded, as expected now.", lambda status: status.eta_s),

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -81,6 +82,7 @@ class Service:
             self._tenants[tenant.id] = tenant
 
         def started() -> None:
+            self.controller.event("service_started", worker="service", pid=os.getpid())
             self.controller.start_device()
             for record in self._records.values():
                 if record.state == "running":

@@ -87,7 +87,9 @@ log = logging.getLogger(__name__)
 DEVICE_MODULE = "marlaas_jax.workers.device_process"
 RETIRED = "it was retired"
 TICK_S = 0.25
+STALL_S = 5.0  # without a tick: the process was stopped, or something blocked the event loop
 STATUS_INTERVAL_S = 1.0
+JOIN_TIMEOUT_S = 120.0  # from a worker's start to its Hello: imports, on a busy machine
 START_TIMEOUT_S = 3600.0  # loading, compiling and opening of one job
 FINISH_TIMEOUT_S = 900.0  # the last checkpoint and the adapter
 STOP_TIMEOUT_S = 30.0  # for the device to finish its running saves
@@ -328,6 +330,8 @@ class Controller:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             now = time.monotonic()
             self._lag_s = max(0.0, now - due)
+            if self._lag_s > STALL_S:
+                self.event("stalled", worker="service", reason=f"its event loop stood still for {self._lag_s:.1f} s")
             due = max(due, now - TICK_S)
             self.orchestrator.tick(now)
             self._check_limits(now)
@@ -529,6 +533,8 @@ class Controller:
     def _check_limits(self, now: float) -> None:
         if self._device.is_silent(now):
             self._server.lose(self._device.worker_id, f"the device said nothing for {SILENCE_S:.0f} s")
+        for name in self._processes.kill_unconnected(JOIN_TIMEOUT_S):
+            self.event("worker_killed", worker=name, reason=f"it did not report within {JOIN_TIMEOUT_S:.0f} s of its start")
         for job in self.jobs.values():
             limit = {STARTING: START_TIMEOUT_S, PAUSING: FINISH_TIMEOUT_S, FINISHING: FINISH_TIMEOUT_S}.get(job.state)
             if limit is not None and now - job.since > limit:

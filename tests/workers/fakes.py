@@ -6,6 +6,7 @@ Completions are "yes" or "no", decided by seed and version, so a run is reproduc
 committed step. $FAKE_DEVICE holds JSON; the first four are by job:
 `die_at` exit hard, once, when that batch is trained and not yet reported; `marker` is a file that says that it happened;
 `wrong_weights_at` the version from which on completions name other weights; `fail_at` the step that fails the job;
+`hang_at_start` says nothing at all, once, with the same marker;
 `commit_every` so many batches (2); `train_s` seconds per batch.
 """
 
@@ -148,9 +149,13 @@ def main() -> None:
     parser.add_argument("--runtime", type=Path, required=True)
     parser.add_argument("--worker-id", required=True)
     arguments = parser.parse_args()
+    options = json.loads(os.environ.get("FAKE_DEVICE", "{}"))
+    if options.get("hang_at_start") and not Path(options["marker"]).exists():
+        Path(options["marker"]).touch()
+        time.sleep(1000)
     client = Client(arguments.address, "device", arguments.worker_id)
     runtime = load_runtime(arguments.runtime)
-    device = FakeDevice(Tokenizer.load(source.resolve(runtime.model)), json.loads(os.environ.get("FAKE_DEVICE", "{}")))
+    device = FakeDevice(Tokenizer.load(source.resolve(runtime.model)), options)
     reported = time.monotonic()
     while True:
         message = client.receive(0.2)
@@ -160,7 +165,9 @@ def main() -> None:
             client.send(answer)
         if time.monotonic() - reported > 0.5:
             reported = time.monotonic()
-            status = DeviceStatus(arguments.worker_id, {"decode": 0.3, "idle": 0.2}, {}, {}, {}, 0)
+            status = DeviceStatus(
+                arguments.worker_id, {"decode": 0.3, "idle": 0.2}, {}, {"learner/open_jobs": len(device.jobs)}, {}, 0
+            )
             client.send(status)
     client.close(flush_s=1.0)
 

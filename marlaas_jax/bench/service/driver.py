@@ -85,14 +85,14 @@ class Driver:
     async def warm_up(self) -> None:
         """Returns once the device has compiled everything and trained a first batch."""
         config = self.day.jobs[0].config | {"steps": 1}
-        record = await self._play(Planned("warmup", "warmup", "start", "warm-up", config), keep=False)
+        record = await self.play(Planned("warmup", "warmup", "start", "warm-up", config), keep=False)
         if record.job.state != "succeeded":
             raise InternalError(f"the first job did not train: {record.job.reason}")
 
     async def alone(self) -> None:
         """Runs the jobs of `alone`, one after the other."""
         for planned in self.day.of("alone"):
-            await self._play(planned, reads_turns=planned is self._twin)
+            await self.play(planned, reads_turns=planned is self._twin)
 
     async def shares(self) -> Shares:
         """Runs the jobs of `shares` until all are backlogged, then for the window, and cancels them."""
@@ -101,7 +101,7 @@ class Driver:
             await self._begun(jobs, tasks)
             shares = await self._measure(jobs)
             for planned in jobs:
-                await self._clients[planned.tenant].cancel(self.jobs[planned.name].id)
+                await self.cancel(planned)
         return shares
 
     async def flood_and_crowd(self) -> None:
@@ -109,7 +109,7 @@ class Driver:
         flood, crowd = self.day.of("flood"), self.day.of("crowd")
         async with self._playing(flood) as tasks:
             await self._begun(flood[:1], tasks)
-            await self._play(self.day.of("small")[0], reads_turns=True)
+            await self.play(self.day.of("small")[0], reads_turns=True)
             self._log("the crowd arrives")
             async with self._playing(crowd):
                 pass
@@ -120,25 +120,24 @@ class Driver:
             pass
 
     @property
-    def _twin(self) -> Planned:
+    def _twin(self) -> Planned | None:
         """The job of `alone` that is the small one's own."""
-        small = self.day.of("small")[0]
-        return next(job for job in self.day.of("alone") if job.config["env"] == small.config["env"])
+        for small in self.day.of("small"):
+            return next(job for job in self.day.of("alone") if job.config["env"] == small.config["env"])
+        return None
 
     # ---- one job
 
-    async def _play(self, planned: Planned, *, keep: bool = True, reads_turns: bool = False) -> Record:
+    async def play(self, planned: Planned, *, keep: bool = True, reads_turns: bool = False) -> Record:
         """Submits a job, does to it what its owner would, and returns its record once it is over."""
         await asyncio.sleep(planned.at_s)
         client = self._clients[planned.tenant]
         job = await client.submit(planned.config, name=planned.name, files=planned.files, labels={"phase": planned.phase})
         self.jobs[planned.name] = job
-        owner = asyncio.create_task(self._own(planned, client, job.id))
-        try:
+        async with asyncio.TaskGroup() as group:
+            owner = group.create_task(self._own(planned, client, job.id))
             job = await client.wait(job.id, lambda event: self._on_event(planned, event.kind, event.data))
-        finally:
             owner.cancel()
-            await asyncio.gather(owner, return_exceptions=True)
         rows = await client.metrics(job.id)
         turns = [turn async for turn in self._turns(client, job.id)] if reads_turns else []
         record = Record(
@@ -155,11 +154,20 @@ class Driver:
         if kind == "step":
             self._steps[planned.name] = max(self._steps.get(planned.name, 0), int(data["step"] or 0))
 
+    async def cancel(self, planned: Planned) -> None:
+        """Cancels a job that was submitted."""
+        await self._clients[planned.tenant].cancel(self.jobs[planned.name].id)
+
+    async def reached(self, planned: Planned, step: int) -> None:
+        """Returns once the job has trained so many batches."""
+        while self._steps.get(planned.name, 0) < step:
+            await asyncio.sleep(0.1)
+
     async def _own(self, planned: Planned, client: AsyncClient, job_id: str) -> None:
         """Cancels, or pauses and resumes, once the job is as far as planned."""
         if planned.cancel_at is None and planned.pause_at is None:
             return
-        await self._reached(planned, planned.cancel_at or planned.pause_at or 0)
+        await self.reached(planned, planned.cancel_at or planned.pause_at or 0)
         if planned.cancel_at is not None:
             await client.cancel(job_id)
             return
@@ -182,17 +190,13 @@ class Driver:
     async def _playing(self, jobs: Iterable[Planned]) -> AsyncIterator[list[asyncio.Task[Record]]]:
         """Plays jobs while the context is open and waits for their ends; a fault of one ends all."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._play(planned)) for planned in jobs]
+            tasks = [group.create_task(self.play(planned)) for planned in jobs]
             yield tasks
 
     async def _begun(self, jobs: list[Planned], tasks: list[asyncio.Task[Record]]) -> None:
-        await asyncio.gather(*(self._reached(planned, BEGUN_STEPS) for planned in jobs))
+        await asyncio.gather(*(self.reached(planned, BEGUN_STEPS) for planned in jobs))
         if any(task.done() for task in tasks):
             raise InternalError("a job that was to stay for a phase has ended before it began; give it more steps")
-
-    async def _reached(self, planned: Planned, step: int) -> None:
-        while self._steps.get(planned.name, 0) < step:
-            await asyncio.sleep(0.1)
 
     async def _measure(self, jobs: list[Planned]) -> Shares:
         """Returns the device seconds of each job in the window that begins now: the shares of the device's reports, summed."""
@@ -246,7 +250,10 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def run_with_timeout(work: Coroutine[Any, Any, Any], timeout_s: float, what: str) -> Any:
-    """Runs the coroutine in a new event loop. Raises InternalError, naming what it was, after so long."""
+    """Runs the coroutine in a new event loop. Raises InternalError, naming what it was, after so long.
+
+    Of several faults at once the first is raised.
+    """
 
     async def bounded() -> Any:
         try:
@@ -255,4 +262,11 @@ def run_with_timeout(work: Coroutine[Any, Any, Any], timeout_s: float, what: str
         except TimeoutError:
             raise InternalError(f"{what}: no end within {timeout_s:.0f} s") from None
 
-    return asyncio.run(bounded())
+    try:
+        return asyncio.run(bounded())
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -31,29 +31,26 @@ def event_faults(done: Sequence[Done], events: Sequence[Mapping[str, Any]]) -> l
     """Every kill and every freeze is named by an event, in time."""
     found = []
     for entry in (entry for entry in done if entry.victim):
-        named = [
-            event["time"] - entry.until
-            for event in events
-            if event["kind"] in NAMING and event.get("worker") == entry.victim and event["time"] >= entry.since
-        ]
-        if not named or named[0] > NAMED_WITHIN_S:
-            when = f"after {named[0]:.1f} s" if named else "never"
+        delay_s = _delay_s(entry, events)
+        if delay_s is None or delay_s > NAMED_WITHIN_S:
+            when = "never" if delay_s is None else f"after {delay_s:.1f} s"
             found.append(f"{entry.disturbance.action} of {entry.victim}: an event names it {when}, not within 10 s")
     return found
 
 
-def event_delays(done: Sequence[Done], events: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Returns the seconds until an event named the process, by action and kind."""
-    found: dict[str, list[float]] = {}
+def event_delays(done: Sequence[Done], events: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """Returns the seconds until an event named the process, by action and kind; None: never."""
+    found: dict[str, list[float | None]] = {}
     for entry in (entry for entry in done if entry.victim):
-        named = (
-            event["time"] - entry.until
-            for event in events
-            if event["kind"] in NAMING and event.get("worker") == entry.victim and event["time"] >= entry.since
-        )
-        key = f"{entry.disturbance.action} {entry.disturbance.kind}"
-        found.setdefault(key, []).append(round(max(0.0, next(named, float("inf"))), 1))
+        found.setdefault(f"{entry.disturbance.action} {entry.disturbance.kind}", []).append(_delay_s(entry, events))
     return found
+
+
+def _delay_s(entry: Done, events: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the seconds from when an event was due to the first that names the process; 0 for one that came before."""
+    naming = (event for event in events if event["kind"] in NAMING and event.get("worker") == entry.victim)
+    times = [event["time"] for event in naming if event["time"] >= entry.since]
+    return round(max(0.0, times[0] - entry.until), 1) if times else None
 
 
 def read_events(data_dir: Path) -> list[dict[str, Any]]:

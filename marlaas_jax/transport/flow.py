@@ -15,7 +15,7 @@ HELLO, WELCOME, REFUSED, DATA, CREDIT, BEAT, GONE = (bytes([c]) for c in b"hwrdc
 MAGIC = b"ML"
 DEFAULT_WINDOW = 1024
 DEFAULT_HEARTBEAT_S = 1.0
-DEFAULT_LOST_AFTER_S = 10.0
+DEFAULT_LOST_AFTER_S = 8.0  # so that a process that stands still is named within 10 s
 MAX_QUEUED = 100_000  # messages waiting for credits; more means that somebody sends without looking
 MAX_FRAME_BYTES = 512 << 20
 

@@ -46,10 +46,11 @@ format: $(VENV)/.installed-lint  ## Formats the code and sorts imports
 
 check: lint test  ## lint and test: what a change must pass
 
-bench: $(VENV)/.installed  ## The benchmarks: engine, learner, run
+bench: $(VENV)/.installed  ## The benchmarks: engine, learner, run, service
 	@$(VENV)/bin/marlaas bench engine
 	@$(VENV)/bin/marlaas bench learner
 	@$(VENV)/bin/marlaas bench run
+	@$(VENV)/bin/marlaas bench service
 
 clean:  ## Removes .venv and caches; keeps runs/
 	@rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis .import_linter_cache

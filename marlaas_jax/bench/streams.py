@@ -4,6 +4,7 @@ Sixteen jobs on `tiny` train all the time. The device's process has core 0; the 
 core 1. A quiet stretch, the load, a quiet stretch again: training under load is held against the mean of the two.
 """
 
+import asyncio
 import contextlib
 import json as json_format
 import os
@@ -21,18 +22,18 @@ import psutil
 
 from marlaas_jax.bench import timing
 from marlaas_jax.bench.report import Line, show
-from marlaas_jax.bench.served import Served, served
+from marlaas_jax.bench.service.served import Served
 from marlaas_jax.client.blocking import Client
 from marlaas_jax.errors import InternalError
 
 NUM_JOBS = 16
 TASKS = ("upper", "lower", "swap", "double")
 UNLIMITED = {"max_running_jobs": None, "max_resident_adapters": None, "requests_per_second": None}
-SIZES = (
-    "runtime.model=tiny", "runtime.engine.num_decode_slots=32", "runtime.engine.max_context=64",
-    "runtime.engine.context_buckets=[64]", "runtime.engine.prefill_buckets=[64]",
-    "runtime.learner.prompt_buckets=[32]", "runtime.learner.suffix_buckets=[32]",
-)  # fmt: skip
+RUNTIME = {
+    "model": "tiny",
+    "engine": {"num_decode_slots": 32, "max_context": 64, "context_buckets": [64], "prefill_buckets": [64]},
+    "learner": {"prompt_buckets": [32], "suffix_buckets": [32]},
+}
 START_S = 300.0
 
 
@@ -42,7 +43,7 @@ def run(json: bool = False, quick: bool = False) -> dict[str, Any]:
     num_streams, rate, seconds = (100, 50.0, 8.0) if quick else (1000, 100.0, 60.0)
     quiet: list[float] = []
     is_pinned = {0, 1} <= os.sched_getaffinity(0)
-    with tempfile.TemporaryDirectory() as folder, served(Path(folder) / "data", SIZES) as service:
+    with tempfile.TemporaryDirectory() as folder, _serving(Path(folder)) as service:
         with Client(service.url, service.admin_key, patience_s=60.0) as client:
             key = client.create_key(client.create_tenant("load", quotas=UNLIMITED).id).secret
         assert key is not None
@@ -72,6 +73,16 @@ def run(json: bool = False, quick: bool = False) -> dict[str, Any]:
     return report
 
 
+@contextlib.contextmanager
+def _serving(folder: Path) -> Iterator[Served]:
+    service = Served(folder, RUNTIME)
+    asyncio.run(service.start())
+    try:
+        yield service
+    finally:
+        asyncio.run(service.stop())
+
+
 def _line(name: str, value: float, form: str, wanted: str, detail: dict[str, Any]) -> Line:
     return Line(name, float(value), form.format(value), wanted, detail)
 
@@ -99,7 +110,7 @@ def _start_jobs(service: Served, key: str, log: Any) -> list[str]:
 
 def _pin(service: Served) -> None:
     """Gives core 0 to the device's process, core 1 to all others and to what this process starts from now on."""
-    root = psutil.Process(service.process.pid)
+    root = psutil.Process(service.pid)
     for process in (root, *root.children(recursive=True)):
         core = 0 if "device_process" in " ".join(process.cmdline()) else 1
         for thread in process.threads():

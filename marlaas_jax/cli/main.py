@@ -14,6 +14,7 @@ import typer
 import marlaas_jax
 from marlaas_jax.cli import service_commands
 from marlaas_jax.cli.options import Json, Set, one_sentence
+from marlaas_jax.errors import InvalidConfig
 
 INTRO = """Trains many LoRA adapters at once on one language model, by reinforcement learning, each with its own task.
 
@@ -187,6 +188,22 @@ def bench_streams(
 
     with one_sentence():
         streams.run(json=json, quick=quick)
+
+
+@bench_app.command("service")
+def bench_service(
+    quick: Annotated[bool, typer.Option(help="A few tenants, a few steps.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of arrivals; printed, drawn when not given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for records and pictures; default runs/day-<time>.")] = None,
+    json: Json = False,
+) -> None:
+    """A scripted day of 32 tenants on a real service: outcomes, rewards, shares of the device, waits."""
+    with one_sentence():
+        try:
+            from marlaas_jax.bench.service import command
+        except ModuleNotFoundError as error:
+            raise InvalidConfig(f"marlaas bench service needs {error.name}; pip install 'marlaas-jax[service]'") from None
+        command.run(json=json, quick=quick, seed=seed, out=out)
 
 
 service_commands.register(app)

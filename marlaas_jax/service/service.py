@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -103,6 +104,7 @@ class Service:
         await self.sweeps.load()
 
         def started() -> None:
+            self.controller.event("service_started", worker="service", pid=os.getpid())
             self.controller.start_device()
             for record in [record for record in self._records.values() if record.state == "running"]:
                 if fault := self._fitting.fault(record):

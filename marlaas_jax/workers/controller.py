@@ -98,7 +98,9 @@ DEVICE_MODULE = "marlaas_jax.workers.device_process"
 RETIRED = "it was retired"
 RUN_RESTARTS, SERVICE_RESTARTS = 12, 10**9  # of the device in a row: a run ends some time, a service goes on trying
 TICK_S = 0.25
+STALL_S = 5.0  # without a tick: the process was stopped, or something blocked the event loop
 STATUS_INTERVAL_S = 1.0
+JOIN_TIMEOUT_S = 120.0  # from a worker's start to its Hello: imports, on a busy machine
 START_TIMEOUT_S = 3600.0  # loading, compiling and opening of one job
 FINISH_TIMEOUT_S = 900.0  # the last checkpoint and the adapter
 LIMITS = {STARTING: START_TIMEOUT_S, PAUSING: FINISH_TIMEOUT_S, FINISHING: FINISH_TIMEOUT_S}
@@ -372,6 +374,8 @@ class Controller:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             now = time.monotonic()
             self._lag_s = max(0.0, now - due)
+            if self._lag_s > STALL_S:
+                self.event("stalled", worker="service", reason=f"its event loop stood still for {self._lag_s:.1f} s")
             due = max(due, now - TICK_S)
             self.orchestrator.tick(now)
             self._check_limits(now)
@@ -596,6 +600,8 @@ class Controller:
         for name in self._suspects.released(now):
             if self._device.worker_id:
                 self._add_to_device(self.jobs[name])
+        for name in self._processes.kill_unconnected(JOIN_TIMEOUT_S):
+            self.event("worker_killed", worker=name, reason=f"it did not report within {JOIN_TIMEOUT_S:.0f} s of its start")
         for job in self.jobs.values():
             limit = LIMITS.get(job.state)
             if limit is not None and now - job.since > limit:

@@ -37,6 +37,7 @@ class Processes:
         self._pools: set[str] = set()
         self._names: dict[str, str] = {}  # worker id -> worker name, of all that ever connected
         self._tasks: set[asyncio.Task[None]] = set()
+        self._too_late: set[str] = set()  # worker ids that were killed before they ever connected
 
     @property
     def has_device(self) -> bool:
@@ -104,6 +105,18 @@ class Processes:
         worker = self._supervisor.workers.get(self.name_of(worker_id))
         if worker is not None and worker.worker_id == worker_id and worker.is_running:
             self._supervisor.kill(worker)
+
+    def kill_unconnected(self, after_s: float) -> list[str]:
+        """Kills processes that did not connect within so long of their start, and returns their places; others are started."""
+        late = [
+            worker
+            for worker in self._supervisor.workers.values()
+            if worker.is_running and worker.age_s > after_s and worker.worker_id not in self._too_late | self._names.keys()
+        ]
+        for worker in late:
+            self._too_late.add(worker.worker_id)
+            self._supervisor.kill(worker)
+        return [worker.spec.name for worker in late]
 
     def retire_unused(self, needed: Collection[str]) -> None:
         """Stops the environment and data workers whose group is not among the needed ones."""

@@ -113,6 +113,11 @@ class Worker:
         """Whether a process of this worker lives, as far as we were told."""
         return self._process is not None
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the current process was started."""
+        return time.monotonic() - self._started_at
+
 
 class Supervisor:
     """Owns worker processes. For the event loop's thread only, which must outlive the workers."""

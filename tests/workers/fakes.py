@@ -7,7 +7,7 @@ committed step. $FAKE_DEVICE holds JSON; the first five are by job:
 `die_at` exit hard, once, when that batch is trained and not yet reported; `marker` is a file that says that it happened;
 `poison_at` exit hard, every time, when that batch is given to be trained; `commit_every` so many batches (2);
 `wrong_weights_at` the version from which on completions name other weights; `fail_at` the step that fails the job;
-`train_s` seconds per batch.
+`hang_at_start` says nothing at all, once, with the same marker; `train_s` seconds per batch.
 """
 
 import argparse
@@ -156,9 +156,13 @@ def main() -> None:
     parser.add_argument("--runtime", type=Path, required=True)
     parser.add_argument("--worker-id", required=True)
     arguments = parser.parse_args()
+    options = json.loads(os.environ.get("FAKE_DEVICE", "{}"))
+    if options.get("hang_at_start") and not Path(options["marker"]).exists():
+        Path(options["marker"]).touch()
+        time.sleep(1000)
     client = Client(arguments.address, "device", arguments.worker_id)
     runtime = load_runtime(arguments.runtime)
-    device = FakeDevice(Tokenizer.load(source.resolve(runtime.model)), json.loads(os.environ.get("FAKE_DEVICE", "{}")))
+    device = FakeDevice(Tokenizer.load(source.resolve(runtime.model)), options)
     reported = -1.0
     while True:
         message = client.receive(0.2)
@@ -168,7 +172,9 @@ def main() -> None:
             client.send(answer)
         if time.monotonic() - reported > 0.5:
             reported = time.monotonic()
-            status = DeviceStatus(arguments.worker_id, {"decode": 0.3, "idle": 0.2}, {}, {}, {}, 0)
+            status = DeviceStatus(
+                arguments.worker_id, {"decode": 0.3, "idle": 0.2}, {}, {"learner/open_jobs": len(device.jobs)}, {}, 0
+            )
             client.send(status)
     client.close(flush_s=1.0)
 

@@ -14,7 +14,7 @@ import yaml
 from marlaas_jax.cli.run import exit_code
 from marlaas_jax.config import RunConfig, validate
 from marlaas_jax.errors import InvalidConfig, StorageError
-from marlaas_jax.workers import run
+from marlaas_jax.workers import controller, run
 from marlaas_jax.workers.controller_files import read_lines
 from marlaas_jax.workers.controller_status import RunResult
 
@@ -255,7 +255,7 @@ CRASHING = """
 import asyncio, sys
 from pathlib import Path
 from marlaas_jax.config import load_run
-from marlaas_jax.workers import run
+from marlaas_jax.workers import controller, run
 asyncio.run(run.run(load_run([Path(sys.argv[1])]), Path(sys.argv[2]), sys.argv[3] == "resume",
                            device_module="tests.workers.fakes"))
 """
@@ -310,3 +310,21 @@ def test_the_controller_loads_no_jax(tmp_path):
         "import sys, marlaas_jax.workers.controller; assert not {'jax', 'flax', 'optax', 'orbax', 'grain'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "bogus"})
+
+
+@pytest.mark.slow
+def test_a_process_that_never_reports_is_named_and_replaced_h27(tmp_path, rewards, monkeypatch):
+    """It hangs before its Hello, so no heartbeat is missed: frozen while it starts, or stuck in an import."""
+    monkeypatch.setenv("FAKE_DEVICE", json.dumps({"hang_at_start": True, "marker": str(tmp_path / "hung")}))
+    monkeypatch.setattr(controller, "JOIN_TIMEOUT_S", 15.0)
+
+    def once(event):  # on a busy machine others need longer to start than that
+        if event["kind"] == "worker_killed" and event["worker"] == "device":
+            monkeypatch.setattr(controller, "JOIN_TIMEOUT_S", 1000.0)
+
+    result = train(make(job("a", f"{rewards}:good")), tmp_path / "run", on_event=once)
+    assert result.succeeded
+    events = read_lines(tmp_path / "run" / "events.jsonl")
+    named = [event for event in events if event["kind"] == "worker_killed" and event["worker"] == "device"]
+    assert len(named) == 1 and "did not report within 15 s" in named[0]["reason"]
+    assert [event["pid"] for event in events if event["kind"] == "worker_restarted" and event["worker"] == "device"]

@@ -107,6 +107,10 @@ def _service(api: Api) -> Iterator[Metric]:
     yield index
     yield GaugeMetricFamily("marlaas_backlogged_tenants", "Tenants that it counts.", len(window.shares))
     yield GaugeMetricFamily("marlaas_bills_unwritten", "Bills that wait for the store.", api.service.metering.num_unwritten)
+    device = GaugeMetricFamily("marlaas_device", "What the device's process holds and has done.", labels=("figure",))
+    for name, value in status.device_counters.items():
+        device.add_metric((name,), value)
+    yield device
     lag = GaugeMetricFamily("marlaas_loop_lag_s", "How late the event loop was, last minute.", labels=("quantile",))
     for quantile in (0.5, 0.99, 1.0):
         lag.add_metric((str(quantile),), api.lag.quantile_s(quantile))

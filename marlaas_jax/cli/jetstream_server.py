@@ -34,7 +34,7 @@ class ServerConfig(Section):
 def run(model: str, adapters: Sequence[str], host: str, port: int, overrides: Sequence[str], json: bool) -> None:
     """Serves until a signal. Raises UserError for a bad start, InternalError when one of JetStream's threads dies.
 
-    SIGTERM and SIGINT end it within STOP_S: SystemExit(143) and KeyboardInterrupt. A second signal ends it at once.
+    SIGTERM and SIGINT end it within STOP_S, by SystemExit(143) and SystemExit(130). A second signal ends it at once.
     """
     plain({"--host": host})
     require_path("--model", model)
@@ -62,9 +62,7 @@ def run(model: str, adapters: Sequence[str], host: str, port: int, overrides: Se
         _stop(running, 128 + reason if isinstance(reason, int) else 1)
     if isinstance(reason, str):
         raise InternalError(reason)
-    if reason == signal.SIGINT:
-        raise KeyboardInterrupt
-    typer.echo("terminated", err=True)
+    typer.echo("interrupted" if reason == signal.SIGINT else "terminated", err=True)
     raise SystemExit(128 + reason)
 
 

@@ -64,6 +64,9 @@ class AdapterDriver(orchestrator.Driver):
         if self._prefill_backlog.qsize() >= MAX_WAITING:
             raise queue.Full
         self._placed[request.prefill_content] = request
+        if not self.live:  # after the entry above: whichever comes first, this or `fail_all`, one sees the other
+            request.return_channel.set_exception(Stopping())
+            return
         super().place_request_on_prefill_queue(request)
 
     def release(self, prompt: Prompt) -> None:

@@ -138,9 +138,7 @@ def chat(
 @app.command("jetstream-server")
 def jetstream_server(
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2-135m",
-    adapter: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=SOURCE", help=f"{ADAPTER_HELP} May be repeated.")
-    ] = None,
+    adapter: Annotated[list[str] | None, typer.Option(metavar="NAME=SOURCE", help=f"{ADAPTER_HELP} May be repeated.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine alone.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 9000,
     overrides: Annotated[

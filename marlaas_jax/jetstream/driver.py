@@ -2,10 +2,10 @@
 
 Both are JetStream's classes; what is overridden are the methods where a request enters and leaves and where a thread starts:
 
-* A fault in one of the Driver's threads makes JetStream kill its process with SIGKILL. Here it is reported, once, to `on_death`.
+* A fault in one of the Driver's threads makes JetStream kill its process with SIGKILL. Here it is told, once, to `on_death`.
 * The Driver runs a row to its end though its client is gone. Here the row is ended with the next step and its slot is free.
-* Its queue of waiting requests has no bound. Here the `MAX_WAITING`-th is refused with RESOURCE_EXHAUSTED, which the servicer
-  already knows how to say.
+* Its queue of waiting requests has no bound. Here one beyond `MAX_WAITING` is refused with RESOURCE_EXHAUSTED, which the
+  servicer already knows how to say.
 * It puts a BOS before token ids, cuts long prompts at the left and pads to lengths of its own. Here a prompt is what was sent.
 * `stop` forgets requests without a word to whoever awaits them. Here each ends with UNAVAILABLE.
 * It calls `jax.tree_map`, which JAX has removed.
@@ -30,8 +30,8 @@ from marlaas_jax.jetstream.engine import NOT_FINITE_ID, PaddedPrompt, ServedEngi
 from marlaas_jax.jetstream.prompts import Prompt, Reader
 from marlaas_jax.text.incremental import IncrementalText
 
-orchestrator = import_quietly("jetstream.core.orchestrator")
-pb2 = import_quietly("jetstream.core.proto.jetstream_pb2")
+orchestrator: Any = import_quietly("jetstream.core.orchestrator")
+pb2: Any = import_quietly("jetstream.core.proto.jetstream_pb2")
 
 MAX_WAITING = 4096
 _ABANDONED = -1  # as a request's max_tokens: any number of tokens is more

@@ -1,7 +1,7 @@
 """Our engine as JetStream's Driver holds it: parameters and adapters are its own, and a prompt brings its adapter along.
 
-The Driver passes `padded_tokens` on without looking at it, so a prompt's adapter and its number of tokens travel there. It reads
-results slot by slot and ends a row at a token that is not valid; `RowResult` says so in the very step in which a row ends.
+The Driver passes `padded_tokens` on without looking at it, so a prompt's adapter and its number of tokens travel there. It
+reads results slot by slot and ends a row at a token that is not valid; `RowResult` shows one in the step in which a row ends.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class RowResult(ResultTokens):
 
 
 class ServedEngine(MarlaasEngine):
-    """A base model and a fixed set of adapters, greedy. The Driver's threads use it: one prefills, one inserts and generates."""
+    """A base model and a fixed set of adapters, greedy. Two threads of the Driver use it: one prefills, one generates."""
 
     def __init__(
         self,

@@ -72,7 +72,9 @@ class Reader:
     def _adapter_slot(self, request: Any, metadata: Mapping[str, Any]) -> int:
         named = {_adapter_field(request), metadata.get(METADATA_KEY, ""), _named_by_cache(request.session_cache)} - {""}
         if len(named) > 1:
-            raise InvalidRequest(f"lora_adapter_id: given more than once, and not alike: {', '.join(sorted(map(short, named)))}")
+            raise InvalidRequest(
+                f"lora_adapter_id: given more than once, and not alike: {', '.join(sorted(map(short, named)))}"
+            )
         name = named.pop() if named else ""
         if name not in self._adapters:
             known = ", ".join(sorted(set(self._adapters) - {"", BASE}))

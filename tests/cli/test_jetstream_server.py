@@ -227,7 +227,9 @@ def test_ids_of_base_and_adapters_are_those_of_our_own_loop(adapters, answers):
     stubs = import_quietly("jetstream.core.proto.jetstream_pb2_grpc")
     rng = np.random.default_rng(7)
     names = ["", *adapters]
-    asked = [(names[i % 3], rng.integers(3, 120, int(n)).tolist(), int(m)) for i, (n, m) in enumerate(rng.integers(1, 30, (48, 2)))]
+    asked = [
+        (names[i % 3], rng.integers(3, 120, int(n)).tolist(), int(m)) for i, (n, m) in enumerate(rng.integers(1, 30, (48, 2)))
+    ]
     with running_server(adapters) as (process, address), grpc.insecure_channel(address) as channel:
         stub = stubs.OrchestratorStub(channel)
 

@@ -36,6 +36,9 @@ class FakeEngine:
     def load_params(self):
         return None
 
+    def warmup(self):
+        pass
+
     def get_tokenizer(self):
         return StopTokens(frozenset({2}))
 

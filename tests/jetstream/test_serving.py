@@ -2,10 +2,16 @@
 
 import contextlib
 import importlib.util
+import json
+import os
 import queue
+import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -228,8 +234,49 @@ def test_a_taken_port_is_refused_and_a_kept_one_is_shared_with_grpc(shared):
         server.reserve("127.0.0.1", port)
     with socket.socket() as other:
         assert other.connect_ex(("127.0.0.2", port)) != 0
-    with pytest.raises(InvalidConfig, match="--host 192.0.2.1"):
+    with pytest.raises(InvalidConfig, match=r"--host 192\.0\.2\.1"):
         server.reserve("192.0.2.1", 0)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("fault", "code", "last_line"),
+    [
+        (RAISES, 1, "error: JetStream's prefill thread died: RuntimeError: out of memory"),
+        (signal.SIGTERM, 143, "terminated"),
+    ],
+)
+def test_the_command_ends_with_a_sentence_and_its_code(fault, code, last_line):
+    """A dead thread, and SIGTERM while a client reads an endless answer."""
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.jetstream.serve_fake"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'envs'}"},
+    )  # fmt: skip
+    try:
+        address = [json.loads(process.stdout.readline())["address"] for _ in range(2)][1]
+        with grpc.insecure_channel(address) as channel:
+            answers = [ask(channel, 3)]
+            next(answers[0])
+            if fault == RAISES:
+                answers.append(ask(channel, RAISES))
+            else:
+                process.send_signal(fault)
+            for answer in answers:
+                with pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
+                    list(answer)
+            assert process.wait(timeout=30) == code
+        assert process.stderr.read().strip().splitlines()[-1] == last_line
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def ask(channel, first):
+    """Returns the stream of an endless answer."""
+    content = pb2.DecodeRequest.TokenContent(token_ids=[first])
+    return pb2_grpc.OrchestratorStub(channel).Decode(pb2.DecodeRequest(token_content=content, max_tokens=10**6), timeout=30)
 
 
 @pytest.mark.parametrize(

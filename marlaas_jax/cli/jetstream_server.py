@@ -9,14 +9,14 @@ import re
 import signal
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import typer
 
 from marlaas_jax.config import NAME_RULE, EngineSection, Section, set_key, split_override, validate
 from marlaas_jax.documents import plain, require_path
-from marlaas_jax.errors import InternalError, InvalidConfig, short
+from marlaas_jax.errors import InvalidConfig, short
 
 STOP_S = 5.0  # for JetStream's threads to end after a signal; then this process ends without them
 RESERVED_NAMES = ("base",)
@@ -32,9 +32,10 @@ class ServerConfig(Section):
 
 
 def run(model: str, adapters: Sequence[str], host: str, port: int, overrides: Sequence[str], json: bool) -> None:
-    """Serves until a signal. Raises UserError for a bad start, InternalError when one of JetStream's threads dies.
+    """Serves until a signal or until one of JetStream's threads dies. Raises UserError for a bad start.
 
-    SIGTERM and SIGINT end it within STOP_S, by SystemExit(143) and SystemExit(130). A second signal ends it at once.
+    Then says so in one sentence and raises SystemExit, within STOP_S: 143 after SIGTERM, 130 after SIGINT, 1 after a death.
+    A second signal ends it at once.
     """
     plain({"--host": host})
     require_path("--model", model)
@@ -55,15 +56,20 @@ def run(model: str, adapters: Sequence[str], host: str, port: int, overrides: Se
         engine, reader = load(model, sources, config)
         engine.warmup()
         _catch_signals(ended)
-        running = server.start(engine, reader, address, ended.put)
+        try:
+            running = server.start(engine, reader, address, ended.put)
+        except Exception as error:  # JetStream's threads would keep the process alive without a server
+            _leave(1, f"error: JetStream's server did not start: {error}")
         served = ", ".join([*RESERVED_NAMES, *sources])
         _tell(json, "ready", f"serving {model} ({served}) at {address}", address=address, model=model, adapters=[*sources])
         reason = ended.get()
-        _stop(running, 128 + reason if isinstance(reason, int) else 1)
-    if isinstance(reason, str):
-        raise InternalError(reason)
-    typer.echo("interrupted" if reason == signal.SIGINT else "terminated", err=True)
-    raise SystemExit(128 + reason)
+        if isinstance(reason, str):
+            code, sentence = 1, f"error: {reason}"
+        else:
+            code, sentence = 128 + reason, "interrupted" if reason == signal.SIGINT else "terminated"
+        _stop(running, code, sentence)
+    typer.echo(sentence, err=True)
+    raise SystemExit(code)
 
 
 def adapter_sources(adapters: Sequence[str]) -> dict[str, str]:
@@ -148,13 +154,18 @@ def _catch_signals(ended: "queue.SimpleQueue[int | str]") -> None:
             signal.signal(number, on_signal)
 
 
-def _stop(running: Any, code: int) -> None:
-    """Ends JetStream's server; a thread that does not end within STOP_S is left behind, and with it this process's manners."""
-    late = threading.Timer(STOP_S, os._exit, (code,))
+def _stop(running: Any, code: int, sentence: str) -> None:
+    """Ends JetStream's server; if a thread of it does not end within STOP_S, the process ends without waiting for it."""
+    late = threading.Timer(STOP_S, _leave, (code, sentence))
     late.daemon = True
     late.start()
     running.stop()
     late.cancel()
+
+
+def _leave(code: int, sentence: str) -> NoReturn:
+    typer.echo(sentence, err=True)
+    os._exit(code)
 
 
 def _tell(json: bool, kind: str, text: str, **fields: Any) -> None:

@@ -13,7 +13,7 @@ import typer
 
 import marlaas_jax
 from marlaas_jax.cli import service_commands
-from marlaas_jax.cli.options import Json, Set, one_sentence, remote
+from marlaas_jax.cli.options import Json, Set, one_sentence
 
 INTRO = """Trains many LoRA adapters at once on one language model, by reinforcement learning, each with its own task.
 
@@ -149,7 +149,7 @@ def jetstream_server(
     """Serves a base model and adapters to JetStream's own clients, by its orchestrator and gRPC server."""
     from marlaas_jax.cli import jetstream_server as command
 
-    with remote():
+    with one_sentence():
         command.run(model, adapter or [], host, port, overrides or [], json)
 
 

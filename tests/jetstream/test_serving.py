@@ -243,7 +243,7 @@ def test_a_taken_port_is_refused_and_a_kept_one_is_shared_with_grpc(shared):
     ("fault", "code", "last_line"),
     [
         (RAISES, 1, "error: JetStream's prefill thread died: RuntimeError: out of memory"),
-        (signal.SIGTERM, 143, "terminated"),
+        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
     ],
 )
 def test_the_command_ends_with_a_sentence_and_its_code(fault, code, last_line):

@@ -136,6 +136,24 @@ def chat(
         command.chat(model, adapter, system, max_tokens, temperature, sys.stdin)
 
 
+@app.command("jetstream-server")
+def jetstream_server(
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "smollm2-135m",
+    adapter: Annotated[list[str] | None, typer.Option(metavar="NAME=SOURCE", help=f"{ADAPTER_HELP} May be repeated.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine alone.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 9000,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key: engine.num_decode_slots=64, dtype=bfloat16.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Serves a base model and adapters to JetStream's own clients, by its orchestrator and gRPC server."""
+    from marlaas_jax.cli import jetstream_server as command
+
+    with one_sentence():
+        command.run(model, adapter or [], host, port, overrides or [], json)
+
+
 @app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="A job file, to list its compiled programs.")] = None, json: Json = False

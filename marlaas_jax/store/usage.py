@@ -161,7 +161,8 @@ def sum_usage(
     query = query.group_by(*chosen, table.c.meter).order_by(*chosen, table.c.meter)
     totals: dict[tuple[str, ...], dict[str, float]] = {}
     for row in connection.execute(query):
-        key, meter, amount = tuple(row[:-2]), row[-2], row[-1]
+        values = tuple(row)
+        key, meter, amount = values[:-2], values[-2], values[-1]
         if key not in totals and len(totals) > limit:
             break
         totals.setdefault(key, {})[meter] = amount

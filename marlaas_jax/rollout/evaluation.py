@@ -1,6 +1,7 @@
 """Evaluation on held-out items before the first and after the last step; the same machinery, nothing is trained."""
 
 import collections
+import math
 
 from marlaas_jax.rollout.commands import EvalDone
 
@@ -29,7 +30,7 @@ class Evaluation:
         if not self.phase or len(self._rewards) < self.num_items:
             return None
         known = [reward for reward in self._rewards if reward is not None]
-        mean = sum(known) / len(known) if known else None
+        mean = math.fsum(known) / len(known) if known else None  # whatever the order they came in
         done = EvalDone(job, self.phase, step, mean, len(known), self.num_items)
         self.phase = ""
         return done

@@ -44,6 +44,8 @@ class JobRollout:
         self._scored: dict[int, ScoredGroup] = {}
         self._too_long: set[int] = set()  # tickets given up because no prompt of theirs fits into the context
         self._last_trained = now
+        if settings.exact:
+            self.commands.append(Note(settings.name, "isolation", limits.EXACT_PRICE))
         if eval_before and settings.eval_items:
             self._evaluation.begin("before")
         self._advance(now)

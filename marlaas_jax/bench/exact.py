@@ -66,9 +66,7 @@ class Crowd:
         for i in jobs:
             rng = np.random.default_rng(i)
             prompt = tuple(int(t) for t in rng.integers(1, self._config.vocab_size, 8 + i))
-            request = Generate(
-                f"{i}/{self._count}", f"job{i}", 0, prompt, tuple(range(ROWS)), sampling, exact=i < num_exact
-            )
+            request = Generate(f"{i}/{self._count}", f"job{i}", 0, prompt, tuple(range(ROWS)), sampling, exact=i < num_exact)
             self._sampler.submit(request)
         answers: Answers = {}
         while self._sampler.has_work():
@@ -124,7 +122,10 @@ def promise_lines(name: str, crowd: Crowd) -> list[Line]:
 
 
 def run(json: bool = False, quick: bool = False, model: str = "smollm2-135m") -> dict[str, Any]:
-    """Runs the benchmark in a process of its own, prints a table (or JSON) and returns the report. quick: the tiny shape alone."""
+    """Runs the benchmark in a process of its own, prints a table (or JSON) and returns the report.
+
+    quick: the tiny shape alone, few repeats.
+    """
     options = {"quick": quick, "model": model}
     command = [sys.executable, "-m", "marlaas_jax.bench.exact", json_format.dumps(options)]
     environment = os.environ | huge_pages.environment(os.environ)

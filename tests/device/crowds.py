@@ -1,8 +1,8 @@
 """One job that samples and trains beside random others on one sampler and one learner: what it gets, bit for bit.
 
-Everything that a service varies is drawn: who else is there and when they come and go, how many rows and tokens they ask for and
-how they are sampled, their groups and blocks, which stage runs next, which slots, adapters and places in a micro-batch are left.
-Learner and bank have fewer slots than there are jobs, so jobs and snapshots are paged.
+Everything that a service varies is drawn: who else is there and when they come and go, how many rows and tokens they ask for,
+how they are sampled, their groups and blocks, which stage runs next, and so which slots, adapters and places in a micro-batch
+are left. Learner and bank have fewer slots than there are jobs, so jobs and snapshots are paged.
 """
 
 import dataclasses
@@ -109,7 +109,9 @@ class Machine:
             "top_p": float(rng.choice([0.8, 1.0])),
             "top_k": int(rng.choice([0, 0, 5])),
         }
-        config = self._config(f"other{i}", 100 + i, str(rng.choice(["shared", "shared", "exact"])), int(rng.integers(1, 9)), sampling)
+        config = self._config(
+            f"other{i}", 100 + i, str(rng.choice(["shared", "shared", "exact"])), int(rng.integers(1, 9)), sampling
+        )
         prompts = [self._prompt(rng, int(rng.integers(1, 3 * self.max_context // 4))) for _ in range(rng.integers(1, 5))]
         starts_at = int(rng.integers(0, 12))
         leaves_at = starts_at + int(rng.integers(2, 30)) if rng.random() < 0.3 else 1 << 30

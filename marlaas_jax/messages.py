@@ -103,8 +103,8 @@ class Generate(Message, frozen=True):
     """Asks for one completion per seed of one prompt, all under one snapshot.
 
     version: -1 is the newest snapshot of the job, resolved by the sampler at admission; -2 is the base model (null adapter).
-    weight: the job's share in the sampler's queue. `eval` requests share the queue of their job. exact: what is sampled must
-    not depend on what else runs (`isolation: exact`).
+    weight: the job's share in the sampler's queue. `eval` requests share the queue of their job.
+    exact: what is sampled must not depend on what else runs (`isolation: exact`).
     """
 
     request_id: str

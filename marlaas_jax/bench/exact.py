@@ -122,7 +122,10 @@ def promise_lines(name: str, crowd: Crowd) -> list[Line]:
 
 
 def run(json: bool = False, quick: bool = False, model: str = "smollm2-135m") -> dict[str, Any]:
-    """Runs the benchmark in a process of its own, prints a table (or JSON), returns the report. quick: the tiny shape alone."""
+    """Runs the benchmark in a process of its own, prints a table (or JSON) and returns the report.
+
+    quick: the tiny shape alone, few repeats.
+    """
     options = {"quick": quick, "model": model}
     command = [sys.executable, "-m", "marlaas_jax.bench.exact", json_format.dumps(options)]
     environment = os.environ | huge_pages.environment(os.environ)

@@ -224,6 +224,15 @@ def bench_service(
         command.run(json=json, quick=quick, seed=seed, out=out)
 
 
+@bench_app.command("exact")
+def bench_exact(quick: Annotated[bool, typer.Option(help="The tiny model, few repeats.")] = False, json: Json = False) -> None:
+    """What `isolation: exact` costs, and whether it holds on this machine and backend."""
+    from marlaas_jax.bench import exact
+
+    with one_sentence():
+        exact.run(json=json, quick=quick)
+
+
 service_commands.register(app)
 
 

@@ -21,6 +21,7 @@ from marlaas_jax.cli import checks, live, signals
 from marlaas_jax.config import RunConfig, load_run
 from marlaas_jax.documents import require_path
 from marlaas_jax.errors import InvalidConfig, NotFound, StorageError, user_error
+from marlaas_jax.rollout.settings import EXACT_PRICE
 from marlaas_jax.workers import run as workers
 from marlaas_jax.workers.controller_files import writing
 from marlaas_jax.workers.controller_status import RunResult
@@ -39,6 +40,8 @@ def run(files: list[Path], directory: Path | None, resume: bool, overrides: list
         raise InvalidConfig(f"--dir={run_dir}: holds files already; name a new folder, or add --resume to go on with that run")
     if check:
         document = checks.check(config, resume).model_dump(mode="json")
+        if any(job.isolation == "exact" for job in config.jobs):
+            print(EXACT_PRICE, file=sys.stderr)
         print(jsonlib.dumps(document) if json else yaml.safe_dump(document, sort_keys=False), end="\n" if json else "")
         return 0
     if not resume:

@@ -89,8 +89,9 @@ def decode_chunk(
             part = slice(start, start + group)
             side = None if sides is None else sides[part]
             x, kv[part] = _decode_layers(
-                config, num_context, params["layers"][part], side, kv[part], x, cos, sin, now.position_R, order_R, now.active_R
-            )
+                config, num_context, num_context == capacity, params["layers"][part], side, kv[part], x, cos, sin,
+                now.position_R, order_R, now.active_R,
+            )  # fmt: skip
         now = _advance(config, capacity, head, rows, now, x)
         if step + 1 < num_steps and not np.asarray(now.active_R).any():
             break
@@ -129,9 +130,9 @@ def _prefill_layer_fn(config: ModelConfig, layer: Layer, bank: Bank, index, adap
 
 
 def _decode_layers_fn(
-    config: ModelConfig, num_context: int, layers, sides, kv, x, cos, sin, position_R, order_R, active_R
+    config: ModelConfig, num_context: int, whole: bool, layers, sides, kv, x, cos, sin, position_R, order_R, active_R
 ) -> tuple[jax.Array, list]:
-    attend = attention.cached(position_R, num_context, config.sliding_window, order_R, active_R)
+    attend = attention.cached(position_R, num_context, config.sliding_window, order_R, active_R, whole)
     kept = []
     for i, layer in enumerate(layers):
         side, project = (None, transformer.plain_project) if sides is None else (sides[i], apply.block_project)
@@ -152,7 +153,7 @@ def _score_head_fn(config: ModelConfig, params: Params, x_1TD: jax.Array, tokens
 _embed = jax.jit(_embed_fn, static_argnames=("config",))
 _embed_rows = jax.jit(_embed_rows_fn, static_argnames=("config",))
 _prefill_layer = jax.jit(_prefill_layer_fn, static_argnames=("config",))
-_decode_layers = jax.jit(_decode_layers_fn, static_argnames=("config", "num_context"), donate_argnames=("kv",))
+_decode_layers = jax.jit(_decode_layers_fn, static_argnames=("config", "num_context", "whole"), donate_argnames=("kv",))
 _gather_layer = jax.jit(apply.gather_layer)
 _update_layer = jax.jit(apply.update_layer, donate_argnames=("side",))
 _begin = jax.jit(steps.begin, static_argnames=("num_steps",))

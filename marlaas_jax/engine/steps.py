@@ -170,7 +170,8 @@ def decode_chunk(
 
     def step(carry: tuple[Any, Progress]) -> tuple[Any, Progress]:
         kv, now = carry
-        attend = attention.cached(now.position_R, num_context, config.sliding_window, order_R, now.active_R)
+        whole = num_context == state.capacity  # of which exact rows read what somebody needs
+        attend = attention.cached(now.position_R, num_context, config.sliding_window, order_R, now.active_R, whole)
         tokens, positions = now.token_R[:, None], now.position_R[:, None]
         hidden, kv = transformer.forward(config, params, tokens, positions, attend, kv, project=project, sides=sides)
         return kv, advance(params, rows, now, hidden[:, 0], state.capacity)

@@ -82,6 +82,7 @@ def cached(
     sliding_window: int | None = None,
     slot_R: jax.Array | None = None,
     is_written_R: jax.Array | None = None,
+    skip_unreached: bool = False,
 ) -> Attend:
     """Attention of one new token per row, q [R, 1, N, H], against the first `num_context` positions of its slot's cache.
 
@@ -90,6 +91,9 @@ def cached(
     at `position_R` before, where `is_written_R` says so and the position is below `num_context`. Row r belongs to slot
     `slot_R[r]`, by default to slot r; with as many rows as slots `slot_R` is a permutation. Values that are not finite are
     stored as zeros: a cache must never hold a nan (see engine/state.py).
+
+    skip_unreached: pieces after the first that no written row reaches are not read. A row's result is the same to the bit: what
+    a piece beyond its position gives is masked scores and zeros either way.
     """
 
     def attend(q, k, v, kv):
@@ -117,8 +121,11 @@ def cached(
             index = (slots[:, None], jnp.arange(k.shape[2])[None, :], jnp.where(inside, position_R - offset, size)[:, None])
             k_kept[i] = k_pieces[i].at[index].set(finite(k[:, 0]).astype(k_pieces[i].dtype), mode="drop")
             v_kept[i] = v_pieces[i].at[index].set(finite(v[:, 0]).astype(v_pieces[i].dtype), mode="drop")
-            scores.append(jnp.einsum("rkqh,rkch->rkqc", q_RKQH, read(k_kept[i], length)).astype(jnp.float32))
-            values.append(read(v_kept[i], length))
+            k_read, v_read = read(k_kept[i], length), read(v_kept[i], length)
+            is_reached = (is_written & (position_R >= offset)).any() if skip_unreached and offset else None
+            score = lambda k_read: jnp.einsum("rkqh,rkch->rkqc", q_RKQH, k_read).astype(jnp.float32)
+            scores.append(_only(is_reached, score, k_read, MASKED))
+            values.append((is_reached, v_read))
             offset += length
 
         key = jnp.arange(offset)
@@ -127,10 +134,10 @@ def cached(
             seen &= key > position[:, None] - sliding_window
         scores = jnp.where(seen[:, None, None], jnp.concatenate(scores, axis=-1), MASKED)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        ends = np.cumsum([piece.shape[2] for piece in values])[:-1]
+        ends = np.cumsum([piece.shape[2] for _, piece in values])[:-1]
         out = jnp.zeros((), v.dtype)
-        for part, piece in zip(jnp.split(weights, ends, axis=-1), values, strict=True):
-            out = out + jnp.einsum("rkqc,rkch->rkqh", part, piece)
+        for part, (is_reached, piece) in zip(jnp.split(weights, ends, axis=-1), values, strict=True):
+            out = out + _only(is_reached, lambda v_read, part=part: jnp.einsum("rkqc,rkch->rkqh", part, v_read), piece, 0.0)
         if is_permuted:
             out = out[slots]
         kept = tuple(
@@ -139,6 +146,14 @@ def cached(
         return out.reshape(num_rows, 1, -1), kept
 
     return attend
+
+
+def _only(condition: jax.Array | None, function: Callable[[jax.Array], jax.Array], x: jax.Array, otherwise: float) -> jax.Array:
+    """Returns function(x), or an array full of `otherwise` where a condition is given that does not hold."""
+    if condition is None:
+        return function(x)
+    shape = jax.eval_shape(function, x)
+    return jax.lax.cond(condition, function, lambda _: jnp.full(shape.shape, otherwise, shape.dtype), x)
 
 
 def finite(x: jax.Array) -> jax.Array:

@@ -93,7 +93,7 @@ class Evaluation:
         if self.running is None or len(self._rewards) < self.num_items:
             return None
         known = [reward for reward in self._rewards if reward is not None]
-        mean = sum(known) / len(known) if known else None
+        mean = math.fsum(known) / len(known) if known else None  # whatever the order they came in
         at = self.running
         self.running = None
         self.last = EvalDone(

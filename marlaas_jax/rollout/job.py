@@ -60,6 +60,8 @@ class JobRollout:
         self._too_long: set[int] = set()  # tickets given up because no prompt of theirs fits into the context
         self._beside = meters.total(())  # used by evaluations since the last batch left
         self._last_trained = now
+        if settings.exact:
+            self.commands.append(Note(settings.name, "isolation", limits.EXACT_PRICE))
         if self._stop.reason and not self.book.finished:
             self._stop_now(self._stop.reason, now)
         if settings.eval_items:

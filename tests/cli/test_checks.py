@@ -102,3 +102,15 @@ def test_what_the_device_decides_stays_open_where_it_is_not_known(tmp_path, monk
     assert result.exit_code == 0, result.output
     runtime = yaml.safe_load(result.stdout)["runtime"]
     assert (runtime["dtype"], runtime["layers"]) == ("auto", "auto") and runtime["engine"]["context_buckets"] == []
+
+
+def test_an_exact_job_is_told_its_price_and_gets_what_it_needs(tmp_path):
+    result = check(tmp_path, {"isolation": "exact", "rollout": {"group_size": 2}}, "--json")
+    assert result.exit_code == 0, result.output
+    assert "bench exact" in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    document = json.loads(result.stdout)
+    assert document["jobs"][0]["rollout"]["max_staleness"] == 0
+    # Its blocks are not as wide as the largest group of whoever else is there.
+    assert document["runtime"]["learner"]["block_rows"] == 8
+    shared = check(tmp_path, {"rollout": {"group_size": 2}}, "--json")
+    assert json.loads(shared.stdout)["runtime"]["learner"]["block_rows"] == 2 and not shared.stderr.strip()

@@ -1,0 +1,73 @@
+"""`isolation: exact`: a job's ids, log-probs, updates and figures are the same bits alone and in any crowd."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from marlaas_jax.model import load, source, transformer
+from marlaas_jax.model.config import ModelConfig
+from tests.device.crowds import Machine, differing
+from tests.device.harness import MODEL
+
+# Wider, three layers, sizes that no tile divides; and one deep enough to run layer by layer, its embeddings not tied.
+WIDE = ModelConfig("llama", 3, 200, 5, 5, 40, 520, 777, 1e4, 1e-5, 1024, True)
+DEEP = ModelConfig("llama", 9, 96, 4, 2, 24, 200, 301, 1e4, 1e-5, 1024, False)
+SAMPLING = ({}, {"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0})
+
+
+def test_a_few_crowds_change_no_bit_of_an_exact_job():
+    buckets = {"context_buckets": (32,), "prefill_buckets": (32,)}  # each takes time to compile
+    machine = Machine(MODEL, transformer.init_params(MODEL), num_slots=20, max_context=32, **buckets)
+    alone = machine.run(None)
+    assert len(alone) == 2 * (2 * 3 * 4 + 3)
+    for seed in range(6):
+        assert not differing(alone, machine.run(seed)), f"crowd {seed}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_200_crowds_change_no_bit_of_an_exact_job():
+    """The figure of shared jobs beside it shows that these crowds do change bits where nothing guards them."""
+    model, params = load.load(source.resolve("tiny"), "float32", True)
+    machine = Machine(model, params, num_slots=16, max_context=64)
+    machine.warmup()
+    exact, shared = machine.run(None), machine.run(None, "shared")
+    changed: collections.Counter[str] = collections.Counter()
+    for seed in range(1000, 1200):
+        assert not differing(exact, machine.run(seed)), f"crowd {seed}"
+        if seed % 10 == 0:
+            changed.update(differing(shared, machine.run(seed, "shared")) or {"nothing"})
+    print(f"crowds 1000 to 1199: no bit of the exact job changed; of a shared job, in 20 of them: {dict(changed)}")
+    assert machine.sampler.compiles_since_warmup() == 0
+    assert changed["logprobs"], "no crowd changes a shared job either: these crowds show nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("model", "form"), [(WIDE, "auto"), (DEEP, "auto"), (MODEL, "onehot")], ids=["wide", "deep", "onehot"])
+def test_crowds_change_no_bit_on_other_models_and_forms(model, form):
+    machine = Machine(model, transformer.init_params(model), num_slots=20, max_context=64, form=form)
+    for sampling in SAMPLING:
+        alone = machine.run(None, **sampling)
+        for seed in range(6):
+            assert not differing(alone, machine.run(seed, **sampling)), f"crowd {seed}, {sampling}"
+
+
+def test_the_place_of_a_row_does_not_change_its_logits():
+    """The vocabulary's product takes rows by sixteens; what was left over was added up in another order."""
+    from marlaas_jax.engine import steps
+
+    params = {"embed_VD": np.random.default_rng(1).standard_normal((50, 32)).astype(np.float32)}
+    rng = np.random.default_rng(0)
+    row = rng.standard_normal(32).astype(np.float32)
+    for count in (2, 7, 16, 17, 24, 33, 40):
+        seen = set()
+        for place in range(count):
+            hidden = rng.standard_normal((count, 32)).astype(np.float32)
+            hidden[place] = row
+            logits = np.asarray(steps.logits(params, hidden))
+            assert logits.shape == (count, 50)
+            np.testing.assert_allclose(logits[place], params["embed_VD"] @ row, atol=1e-4)
+            seen.add(logits[place].tobytes())
+        assert len(seen) == 1, f"{count} rows"

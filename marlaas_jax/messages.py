@@ -96,7 +96,10 @@ class Generate(Message, frozen=True):
     """Asks for one completion per seed of one prompt, all under one snapshot.
 
     version: -1 is the newest snapshot of the job, resolved by the sampler at admission; -2 is the base model (null adapter).
-    weight: the job's share in the sampler's queue. `eval` requests share the queue of their job.
+    weight: the share in the sampler's queue. `eval` requests share the queue of their job.
+
+    A request with a `share` is somebody's who waits for the answer: its snapshot is resolved as it arrives and outlives its job,
+    and some decode slots are kept for its kind. With an `adapter`, (job, incarnation, version) only names those weights.
     """
 
     request_id: str
@@ -107,6 +110,9 @@ class Generate(Message, frozen=True):
     sampling: Sampling
     version: int = -1
     weight: float = 1.0
+    share: str = ""  # of the sampler's queue, if it is not the job's own
+    adapter: str = ""  # where to load the weights from if they are not here: a PEFT folder, or "RUN_DIR/JOB@STEP"
+    partial: bool = False  # each decode chunk of a sample is answered by a GeneratedPart
 
 
 class CancelGenerate(Message, frozen=True):
@@ -199,7 +205,8 @@ class Generated(Message, frozen=True):
     """One finished completion. `token_ids` include the end id or the token that completed a stop string.
 
     finish_reason: "stop" (an end id, a stop id or a stop string), "length" (max_tokens), "context" (the context is full),
-    "cancelled" or "error" (then `error` says why and there are no tokens).
+    "cancelled", "missing" (of a request with a `share`: its snapshot is not here any more) or "error"; with the last two `error`
+    says why and there are no tokens.
     """
 
     request_id: str
@@ -215,6 +222,18 @@ class Generated(Message, frozen=True):
     fingerprint: str
     text: str = ""  # decoded, trimmed at the stop string
     error: str = ""
+
+
+class GeneratedPart(Message, frozen=True):
+    """What a decode chunk added to a sample that goes on. The Generated that ends it holds everything once more."""
+
+    request_id: str
+    sample: int
+    token_ids: tuple[int, ...]
+    logprobs: bytes  # float32: untempered model distribution
+    text: str  # certain to stay: without what may be half a character or the beginning of a stop string
+    version: int
+    fingerprint: str
 
 
 class StepDone(Message, frozen=True):
@@ -365,7 +384,7 @@ class EnvError(Message, frozen=True):
 ANY = (
     Hello | Heartbeat | Shutdown | WorkerFailed
     | AddJob | PauseJob | RemoveJob | Generate | CancelGenerate | TrainBatch | FinishJob
-    | JobReady | JobFailed | JobFinished | JobPaused | Generated | StepDone | Checkpointed | JobWarning | DeviceStatus
+    | JobReady | JobFailed | JobFinished | JobPaused | Generated | GeneratedPart | StepDone | Checkpointed | JobWarning | DeviceStatus
     | LoadEnv | EnvLoaded | GetItem | Item | EnvReset | EnvStep | EnvClose | EnvObservation | EnvDone | EnvError
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 PROTOCOL_VERSION = 1
+LATEST, BASE_MODEL = -1, -2  # values of Generate.version
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -98,8 +99,8 @@ class Generate(Message, frozen=True):
     version: -1 is the newest snapshot of the job, resolved by the sampler at admission; -2 is the base model (null adapter).
     weight: the share in the sampler's queue. `eval` requests share the queue of their job.
 
-    A request with a `share` is somebody's who waits for the answer: its snapshot is resolved as it arrives and outlives its job,
-    and some decode slots are kept for its kind. With an `adapter`, (job, incarnation, version) only names those weights.
+    A request with a `share` is of somebody who waits for the answer: its snapshot is resolved as it arrives and outlives its
+    job, and some decode slots are kept for its kind. With an `adapter`, (job, incarnation, version) only names those weights.
     """
 
     request_id: str
@@ -205,8 +206,8 @@ class Generated(Message, frozen=True):
     """One finished completion. `token_ids` include the end id or the token that completed a stop string.
 
     finish_reason: "stop" (an end id, a stop id or a stop string), "length" (max_tokens), "context" (the context is full),
-    "cancelled", "missing" (of a request with a `share`: its snapshot is not here any more) or "error"; with the last two `error`
-    says why and there are no tokens.
+    "cancelled", "missing" (of a request with a `share`: its snapshot is not here any more) or "error"; with the last two
+    `error` says why and there are no tokens.
     """
 
     request_id: str
@@ -225,7 +226,7 @@ class Generated(Message, frozen=True):
 
 
 class GeneratedPart(Message, frozen=True):
-    """What a decode chunk added to a sample that goes on. The Generated that ends it holds everything once more."""
+    """What a decode chunk added to a sample that goes on. Its Generated holds all of it once more."""
 
     request_id: str
     sample: int
@@ -384,7 +385,8 @@ class EnvError(Message, frozen=True):
 ANY = (
     Hello | Heartbeat | Shutdown | WorkerFailed
     | AddJob | PauseJob | RemoveJob | Generate | CancelGenerate | TrainBatch | FinishJob
-    | JobReady | JobFailed | JobFinished | JobPaused | Generated | GeneratedPart | StepDone | Checkpointed | JobWarning | DeviceStatus
+    | JobReady | JobFailed | JobFinished | JobPaused | Generated | GeneratedPart | StepDone | Checkpointed
+    | JobWarning | DeviceStatus
     | LoadEnv | EnvLoaded | GetItem | Item | EnvReset | EnvStep | EnvClose | EnvObservation | EnvDone | EnvError
 )  # fmt: skip
 

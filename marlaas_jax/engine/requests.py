@@ -8,7 +8,7 @@ from marlaas_jax.engine.snapshots import SnapshotKey
 from marlaas_jax.engine.state import CONTEXT, ERROR, FINISH_REASONS, LENGTH, RUNNING, STOP, Prefix, RowSettings
 from marlaas_jax.engine.steps import Chunk
 from marlaas_jax.lora.snapshot import Snapshot
-from marlaas_jax.messages import Generate, GeneratedPart, Generated
+from marlaas_jax.messages import Generate, Generated, GeneratedPart
 from marlaas_jax.text.incremental import IncrementalText
 from marlaas_jax.text.tokenizer import Tokenizer
 

@@ -2,8 +2,9 @@
 
 A request takes its adapter slot and decode slots together or waits. A group larger than the free slots starts in parts, from
 one prefill that is kept for it. Finished rows are refilled between dispatches. Each request runs under one snapshot, resolved
-when it starts (as it arrives, if somebody waits for it) and pinned to its end; publishing never disturbs what runs. On accelerators one dispatch runs ahead while
-the one before is read; on a CPU, where the host would take the cores from the device, each is read at once.
+when it starts (as it arrives, if somebody waits for it) and pinned to its end; publishing never disturbs what runs. On
+accelerators one dispatch runs ahead while the one before is read; on a CPU, where the host would take the cores from the
+device, each is read at once.
 """
 
 import dataclasses
@@ -21,14 +22,13 @@ from marlaas_jax.engine.requests import Request, Row, answer, refusal
 from marlaas_jax.engine.residency import NULL_SLOT, Residency
 from marlaas_jax.engine.snapshots import SnapshotKey, SnapshotStore, key_of
 from marlaas_jax.engine.warmup import warm
-from marlaas_jax.errors import InvalidRequest
+from marlaas_jax.errors import InvalidRequest, WrongWeights
 from marlaas_jax.lora.snapshot import Snapshot
-from marlaas_jax.messages import Generate, Generated, GeneratedPart
+from marlaas_jax.messages import BASE_MODEL, LATEST, Generate, Generated, GeneratedPart
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.model.transformer import Params
 from marlaas_jax.text.tokenizer import Tokenizer
 
-LATEST, BASE_MODEL = -1, -2  # values of Generate.version
 _NULL = (NULL_SLOT, 0)
 
 
@@ -160,14 +160,16 @@ class Sampler:
         """Whether another snapshot may be loaded now; else as many as are allowed are in use."""
         return self._snapshots.has_room_to_load
 
-    def load(self, snapshot: Snapshot) -> str:
-        """Takes in a snapshot that no job publishes; returns the fingerprint of what stands in the bank afterwards."""
+    def load(self, snapshot: Snapshot) -> None:
+        """Takes in a snapshot that no job publishes. Raises WrongWeights if the bank does not hold it afterwards."""
         start = self._clock()
-        self._drop(self._snapshots.load(snapshot))
         slot = self._make_resident(snapshot, self._residency.place)
-        fingerprint = self.engine.fingerprint(self._params, slot)
+        resident = self.engine.fingerprint(self._params, slot)
+        if resident != snapshot.fingerprint:
+            self._residency.drop(key_of(snapshot))
+            raise WrongWeights(f"{snapshot.job}: the sampler holds {resident}, {snapshot.fingerprint} was loaded")
+        self._drop(self._snapshots.load(snapshot))
         self._account("publish", self._clock() - start, {"load": 1.0})
-        return fingerprint
 
     def score(self, job: str, version: int, token_ids: Sequence[int]) -> np.ndarray:
         """Returns log-probabilities of token_ids[1:] under a snapshot (-1: the latest, -2: the base) as the sampler has it."""

@@ -19,7 +19,6 @@ from marlaas_jax.documents import read_yaml
 from marlaas_jax.errors import InvalidConfig, short
 from marlaas_jax.service.quotas import Quotas
 
-
 MIN_SLOTS_TO_RESERVE = 8  # with fewer, one slot less would cost the jobs too much
 
 

@@ -28,6 +28,7 @@ from marlaas_jax.service.config import ServiceConfig, check_fits
 from marlaas_jax.service.events import EventStream
 from marlaas_jax.service.files import check_upload, localized, move_upload, write_upload
 from marlaas_jax.service.quotas import Load, Quotas, why_refused
+from marlaas_jax.service.sampling import OnSampled, SamplingDesk
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store import tenants as tenant_table
 from marlaas_jax.store.engine import Store
@@ -71,6 +72,17 @@ class Service:
             on_over=self._on_over,
             device_module=device_module,
         )
+        # Told what each sampling request used: (tenant id, job id or None, prompt tokens, completion tokens).
+        self.on_sampled: OnSampled = lambda tenant_id, job_id, prompt_tokens, completion_tokens: None
+        self.sampling = SamplingDesk(
+            self.controller,
+            self.data_dir,
+            config.request_timeout_s,
+            self.job,
+            self.quotas_of,
+            clock,
+            lambda *used: self.on_sampled(*used),
+        )
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> None:
         """Takes up what an earlier process left, calls `ready`, serves until `drain`. Raises UserError for a bad start."""
@@ -97,14 +109,20 @@ class Service:
             await self.events.close()
 
     async def drain(self) -> None:
-        """Lets running steps end, commits them and ends `serve`; in the store these jobs still run: the next start goes on."""
+        """Lets running steps end, commits them and ends `serve`; in the store these jobs still run: the next start goes on.
+
+        Sampling requests that are open are answered, new ones refused.
+        """
         self._is_draining = True
+        self.sampling.close()
         running = [job.name for job in self.controller.jobs.values() if job.is_live]
         for name in running:
             self.controller.pause(name)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_s):
-                while any((job := self.controller.jobs.get(name)) is not None and job.is_live for name in running):
+                while self.sampling.num_open or any(
+                    (job := self.controller.jobs.get(name)) is not None and job.is_live for name in running
+                ):
                     await asyncio.sleep(0.05)
         self.controller.end()
 

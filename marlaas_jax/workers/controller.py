@@ -39,6 +39,7 @@ from marlaas_jax.messages import (
     FinishJob,
     Generate,
     Generated,
+    GeneratedPart,
     GetItem,
     Hello,
     Item,
@@ -79,6 +80,7 @@ from marlaas_jax.workers.controller_files import Log, writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_processes import Processes
 from marlaas_jax.workers.controller_render import Renderer
+from marlaas_jax.workers.controller_requests import Requests
 from marlaas_jax.workers.controller_status import FINISHING, PAUSED, PAUSING, RUNNING, STARTING, JobStatus, RunStatus
 from marlaas_jax.workers.supervisor import Exited, GaveUp, Restarted
 
@@ -122,6 +124,8 @@ class Controller:
         self.folder = folder.resolve()
         self.jobs: dict[str, Job] = {}
         self.orchestrator = Orchestrator()
+        self.requests = Requests(lambda message: self._send(self._device.worker_id, message))
+        self.vocab_size = 0  # of the model, once `serve` has called `started`
         self.phase = "checking"
         self._on_status = on_status
         self._on_event = on_event
@@ -150,6 +154,16 @@ class Controller:
     def has_device(self) -> bool:
         """True while a device's process is there and ready."""
         return bool(self._device.worker_id)
+
+    @property
+    def programs(self) -> tuple[int, int]:
+        """How many of the device's programs are compiled, and how many there are."""
+        return self._device.programs
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; there is one once `serve` has called `started`."""
+        return self._renderer.tokenizer
 
     async def serve(self, started: Callable[[], None]) -> None:
         """Calls `started` once jobs may be added, serves until `end`, stops all processes.
@@ -267,12 +281,14 @@ class Controller:
 
     def _load_tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer, once its configuration and the headers of its weights are known to be usable."""
-        folder, _ = usable.require(self.runtime.model, self.runtime.engine.max_context)
+        folder, model = usable.require(self.runtime.model, self.runtime.engine.max_context)
+        self.vocab_size = model.vocab_size
         return Tokenizer.load(folder, self.runtime.chat_template)
 
     async def _stop(self, tasks: list[asyncio.Task]) -> None:
         """Ends everything that was started here: asks first, insists then."""
         self.phase = "stopping"
+        self.requests.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -343,6 +359,8 @@ class Controller:
     def _handle(self, worker_id: str, message: Message, now: float) -> None:
         self._device.heard(worker_id, now)
         match message:
+            case Generated() | GeneratedPart() if self.requests.owns(message):
+                self.requests.on_answer(message)
             case Generated():
                 if self._is_current(message):
                     self.jobs[message.job].tokens_sampled += len(message.token_ids)
@@ -397,6 +415,7 @@ class Controller:
         if message.role == "device":
             self._device_gone(time.monotonic())  # an older one, if it was not missed yet
             self._device.joined(worker_id, time.monotonic())
+            self.requests.device_joined()
             self.phase = "loading" if self.phase == "checking" else self.phase
             for job in live:
                 self._add_to_device(job)
@@ -491,6 +510,7 @@ class Controller:
         """Every job goes on from its committed step, as a new incarnation, when the next device is there."""
         if not self._device.gone():
             return
+        self.requests.device_gone()
         for job in self.jobs.values():
             with self._ends_on_fault(job.name):
                 if job.state == PAUSING:
@@ -521,6 +541,8 @@ class Controller:
         last = self._last_death.get(event.name, "")
         reason = f"worker {event.name}: {event.reason}" + (f" ({last.strip().splitlines()[-1]})" if last.strip() else "")
         self.event("worker_given_up", worker=event.name, reason=reason)
+        if event.name == self._processes.DEVICE:
+            self.requests.close(reason)
         for job in self.jobs.values():
             group = self._processes.group_of(event.name)
             if job.is_live and (event.name == self._processes.DEVICE or group in (job.data_worker, job.pool)):

@@ -148,7 +148,7 @@ class ColocatedDevice:
         self._service_s[stage] += spent
         if stage == "learner":
             self._note("learner/longest_dispatch_s", spent)
-        out: list[Message] = [*refused]
+        out: list[Message] = [*refused, *self._sampler.take_parts()]
         for message in done:
             out += self._after_step(message) if isinstance(message, StepDone) else self._after(message)
         return out + self._poll_saves()

@@ -46,7 +46,7 @@ def _has_begun(request: Request) -> bool:
 
 
 class Sampler:
-    """Answers Generate messages; `step` returns what has finished, and parts of what goes on where these are wanted."""
+    """Answers Generate messages; `step` returns what has finished."""
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class Sampler:
         self._requests: dict[str, Request] = {}
         self._rows: dict[int, Row] = {}  # running, by decode slot
         self._in_flight: list[_Dispatch] = []
-        self._answers: list[Generated | GeneratedPart] = []  # for the next `step` to return
+        self._answers: list[Generated] = []  # for the next `step` to return
+        self._parts: list[GeneratedPart] = []
         self._mean_tokens: dict[str, float] = {}  # of a share's completions so far, for its charge in the queue
         self._last_collected_s = float("-inf")
         self._compiles_at_warmup: int | None = None
@@ -207,8 +208,8 @@ class Sampler:
         """True if `step` would do or return anything."""
         return bool(self._answers or self._in_flight or self._rows or len(self._queue))
 
-    def step(self) -> list[Generated | GeneratedPart]:
-        """Runs one dispatch - a prefill with its inserts, or a decode chunk - and returns the answers that are known."""
+    def step(self) -> list[Generated]:
+        """Runs one dispatch - a prefill with its inserts, or a decode chunk - and returns the completions that are known."""
         if self._in_flight and len(self._queue):
             self._collect(len(self._in_flight))  # who waits may start in what that frees
         launched = self._admit() or self._decode()
@@ -216,6 +217,11 @@ class Sampler:
         self._collect(len(self._in_flight) - keep)
         answers, self._answers = self._answers, []
         return answers
+
+    def take_parts(self) -> list[GeneratedPart]:
+        """Returns what the last steps added to samples that go on, of requests that want to know; before what they ended."""
+        parts, self._parts = self._parts, []
+        return parts
 
     def _num_free(self, request: Request) -> int:
         """Returns how many decode slots a request may take now: some are only for those that somebody waits for."""
@@ -378,7 +384,7 @@ class Sampler:
                 if row.finish_reason:
                     self._finish(row)
                 elif row.request.message.partial and len(row.token_ids) > before:
-                    self._answers.append(row.part())
+                    self._parts.append(row.part())
             # While another dispatch runs ahead, this one's time begins where the one before it ended.
             began = max(dispatch.started_s, self._last_collected_s)
             self._last_collected_s = now

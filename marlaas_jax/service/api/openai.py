@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable
 from typing import Annotated, Any, TypeVar
 
 import pydantic
@@ -177,7 +177,7 @@ async def _answer(api: Api, request: Request, order: Order, body: SamplingBody, 
             work.close()
 
 
-async def _unless_gone(request: Request, doing: Coroutine[Any, Any, T]) -> T:
+async def _unless_gone(request: Request, doing: Awaitable[T]) -> T:
     """Returns what is being done, unless the client goes away first."""
     work, gone = asyncio.ensure_future(doing), asyncio.create_task(_gone(request))
     try:

@@ -10,6 +10,8 @@ from tests.service.live import FILES, live, of
 
 pytestmark = pytest.mark.multiprocess
 OPEN = {"/healthz", "/readyz", "/docs", "/openapi.json", "/docs/oauth2-redirect"}
+BODIES = {"clone": {"changes": {}}}
+OPENAI = {"kind", "message", "type", "param", "code"}
 METHODS = {"GET", "POST", "PATCH", "DELETE", "PUT"}
 
 
@@ -36,18 +38,18 @@ def theirs(service):
     service.client("owner").cancel(ended.id)
     store = service.service.store
     owner = store.read(tenants.get_tenant, "owner")
-    return {"job_id": job.id, "ended": ended.id, "tenant_id": owner.id, "key_id": store.read(tenants.list_keys, owner.id)[0].id}
+    return {"job_id": job.id, "ended": ended.id, "model": job.id, "tenant_id": owner.id, "key_id": store.read(tenants.list_keys, owner.id)[0].id}
 
 
 def send(service, method, path, key=None, **options):
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    body = {"json": {"changes": {}} if path.endswith("clone") else {}} if method in ("POST", "PATCH") else {}
+    body = {"json": BODIES.get(path.rpartition("/")[2], {})} if method in ("POST", "PATCH") else {}
     return httpx.request(method, service.url + path, headers=headers, timeout=20, **body | options)
 
 
 def error(response):
     told = response.json()
-    assert set(told) == {"error"} and set(told["error"]) == {"kind", "message"}, told
+    assert set(told) == {"error"} and set(told["error"]) in ({"kind", "message"}, OPENAI), told
     assert "Traceback" not in told["error"]["message"]
     return told["error"]
 
@@ -103,6 +105,26 @@ def test_another_tenants_objects_do_not_exist(service, routes, theirs):
     assert theirs["job_id"] not in send(service, "GET", "/metrics", stranger).text
     assert send(service, "GET", f"/v1/usage?job={theirs['job_id']}", stranger).json() == {"usage": []}
     assert snapshot(service) == before
+
+
+def test_another_tenants_jobs_are_no_models(service, routes, theirs):
+    """Each route that takes a model's name, with another tenant's job, whatever its state: 404, as for one that never was."""
+    stranger = service.key("stranger")
+    before = snapshot(service)
+    ask = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}}
+    assert {path for _, path in routes if path.endswith("completions")} == set(ask)
+    for name in (theirs["job_id"], theirs["ended"], f"{theirs['ended']}@2", "job_" + "0" * 22, "job_x", "%00", "'; --"):
+        told = [send(service, "POST", path, stranger, json={"model": name} | body) for path, body in ask.items()]
+        told.append(send(service, "GET", f"/v1/models/{name}", stranger))
+        assert [answer.status_code for answer in told] == [404, 404, 404], (name, [answer.text for answer in told])
+        assert {error(answer)["code"] for answer in told} == {"model_not_found"}
+    mine, never = (
+        error(send(service, "POST", "/v1/completions", stranger, json={"model": name, "prompt": "x"}))["message"]
+        for name in (theirs["job_id"], "job_" + "0" * 22)
+    )
+    assert mine.replace(theirs["job_id"], "*") == never.replace("job_" + "0" * 22, "*")
+    listed = send(service, "GET", "/v1/models", stranger).json()["data"]
+    assert [model["id"] for model in listed] == ["tiny"] and snapshot(service) == before
 
 
 def test_tenants_and_keys_are_for_admins(service, routes, theirs):

@@ -38,7 +38,13 @@ def theirs(service):
     service.client("owner").cancel(ended.id)
     store = service.service.store
     owner = store.read(tenants.get_tenant, "owner")
-    return {"job_id": job.id, "ended": ended.id, "model": job.id, "tenant_id": owner.id, "key_id": store.read(tenants.list_keys, owner.id)[0].id}
+    return {
+        "job_id": job.id,
+        "ended": ended.id,
+        "model": job.id,
+        "tenant_id": owner.id,
+        "key_id": store.read(tenants.list_keys, owner.id)[0].id,
+    }
 
 
 def send(service, method, path, key=None, **options):

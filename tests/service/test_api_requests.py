@@ -290,10 +290,11 @@ JSON = st.recursive(
 )
 FIELDS = st.sampled_from([*sorted(submission()), "priority", "labels", "lora", "data", "env_args", "seed", "algorithm"])
 ASK = {"model": "tiny", "prompt": "x", "max_tokens": 2}
-ASKED = st.sampled_from(
-    "model prompt messages max_tokens max_completion_tokens temperature top_p top_k min_p n stop seed logprobs top_logprobs "
-    "stream stream_options tools user echo best_of logit_bias return_token_ids decoding".split()
-)
+ASKED = st.sampled_from([
+    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop",
+    "seed", "logprobs", "top_logprobs", "stream", "stream_options", "tools", "user", "echo", "best_of", "logit_bias",
+    "return_token_ids", "decoding",
+])  # fmt: skip
 BODIES = st.one_of(
     JSON.map(lambda value: json.dumps(value).encode()),
     st.binary(max_size=200),

@@ -53,7 +53,8 @@ def test_the_base_answers_as_the_model_does(ai, tokenizer):
     text, ids = said(tokenizer, "Say it", 7, ("", -2))
     answer = ai.completions.create(
         model="tiny", prompt="Say it", seed=7, max_tokens=100, logprobs=0, user="x",
-        extra_body={"metadata": {"a": "b"}, "return_token_ids": True, "top_k": 5, "store": False, "presence_penalty": 0, "best_of": 1},
+        extra_body={"metadata": {"a": "b"}, "return_token_ids": True, "top_k": 5, "store": False, "presence_penalty": 0,
+                    "best_of": 1},
     )  # fmt: skip
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason, choice.token_ids) == (text, "stop", ids)
@@ -116,7 +117,7 @@ def test_streams_hold_what_whole_answers_hold(ai, tokenizer):
         assert told == ids[: len(told)] and last.usage.completion_tokens == len(told)
         assert [x for part in parts for x in part.choices[0].logprobs.token_logprobs] == [-(t % 7) / 8 for t in told]
         assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
-    
+
 
 def test_chat_goes_through_the_template(ai, tokenizer):
     turns = [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}], "name": "ann"}]

@@ -49,7 +49,7 @@ class Live:
 
 
 @contextlib.contextmanager
-def live(folder, **changes):
+def live(folder, device_module="tests.workers.fakes", **changes):
     """Serves until the block ends."""
     document = {"runtime": {"model": "tiny"}, "data_dir": str(folder / "data"), "port": 0} | changes
     settings = validate(ServiceConfig, document)
@@ -59,7 +59,7 @@ def live(folder, **changes):
     def serve():
         async def main():
             stop = asyncio.Event()
-            service = Service(settings, store, device_module="tests.workers.fakes")
+            service = Service(settings, store, device_module=device_module)
             made.update(service=service, loop=asyncio.get_running_loop(), stop=stop)
             with serving.bind(settings.host, settings.port) as listening:
                 await serving.serve(service, listening, lambda url: (made.update(url=url), is_up.set()), stop)

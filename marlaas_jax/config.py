@@ -242,6 +242,14 @@ class EngineSection(Section):
     context_buckets: tuple[Tokens, ...] = ()  # attention lengths while decoding; (): chosen from max_context
     prefill_buckets: tuple[Tokens, ...] = ()  # prompt lengths; (): chosen from max_context
     prefill_batch: Annotated[int, Field(ge=1, le=4096)] = 4  # prompts per prefill dispatch
+    # decode slots that rollouts leave to requests over HTTP; None: one in a service of 8 slots or more, else none
+    reserved_slots: Annotated[int, Field(ge=0, le=4095)] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _leaves_slots(self) -> "EngineSection":
+        if (self.reserved_slots or 0) >= self.num_decode_slots:
+            raise ValueError(f"reserved_slots={self.reserved_slots}: must be below num_decode_slots={self.num_decode_slots}")
+        return self
 
 
 class BankSection(Section):
@@ -258,6 +266,8 @@ class BankSection(Section):
     num_learner_slots: Annotated[int, Field(ge=2, le=2**16)] | None = None
     # kept on the device beside the resident ones; the rest on the host
     max_device_snapshots: Annotated[int, Field(ge=0, le=2**16)] = 32
+    # adapters of ended jobs and of older steps that are kept for requests over HTTP; the longest unused makes room
+    max_loaded_snapshots: Annotated[int, Field(ge=1, le=2**16)] = 8
 
 
 class LearnerSection(Section):

@@ -12,6 +12,7 @@ import msgspec
 from marlaas_jax.waits import Waits
 
 PROTOCOL_VERSION = 1
+LATEST, BASE_MODEL = -1, -2  # values of Generate.version
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -103,8 +104,11 @@ class Generate(Message, frozen=True):
     """Asks for one completion per seed of one prompt, all under one snapshot.
 
     version: -1 is the newest snapshot of the job, resolved by the sampler at admission; -2 is the base model (null adapter).
-    weight: the job's share in the sampler's queue. `eval` requests share the queue of their job.
+    weight: the share in the sampler's queue. `eval` requests share the queue of their job.
     exact: what is sampled must not depend on what else runs (`isolation: exact`).
+
+    A request with a `share` is of somebody who waits for the answer: its snapshot is resolved as it arrives and outlives its
+    job, and some decode slots are kept for its kind. With an `adapter`, (job, incarnation, version) only names those weights.
     """
 
     request_id: str
@@ -116,6 +120,9 @@ class Generate(Message, frozen=True):
     version: int = -1
     weight: float = 1.0
     exact: bool = False
+    share: str = ""  # of the sampler's queue, if it is not the job's own
+    adapter: str = ""  # where to load the weights from if they are not here: a PEFT folder, or "RUN_DIR/JOB@STEP"
+    partial: bool = False  # each decode chunk of a sample is answered by a GeneratedPart
 
 
 class CancelGenerate(Message, frozen=True):
@@ -220,7 +227,8 @@ class Generated(Message, frozen=True):
     """One finished completion. `token_ids` include the end id or the token that completed a stop string.
 
     finish_reason: "stop" (an end id, a stop id or a stop string), "length" (max_tokens), "context" (the context is full),
-    "cancelled" or "error" (then `error` says why and there are no tokens).
+    "cancelled", "missing" (of a request with a `share`: its snapshot is not here any more) or "error"; with the last two
+    `error` says why and there are no tokens.
     """
 
     request_id: str
@@ -236,6 +244,18 @@ class Generated(Message, frozen=True):
     fingerprint: str
     text: str = ""  # decoded, trimmed at the stop string
     error: str = ""
+
+
+class GeneratedPart(Message, frozen=True):
+    """What a decode chunk added to a sample that goes on. Its Generated holds all of it once more."""
+
+    request_id: str
+    sample: int
+    token_ids: tuple[int, ...]
+    logprobs: bytes  # float32: untempered model distribution
+    text: str  # certain to stay: without what may be half a character or the beginning of a stop string
+    version: int
+    fingerprint: str
 
 
 class StepDone(Message, frozen=True):
@@ -393,7 +413,8 @@ class EnvError(Message, frozen=True):
 ANY = (
     Hello | Heartbeat | Shutdown | WorkerFailed
     | AddJob | PauseJob | RemoveJob | Generate | CancelGenerate | TrainBatch | ReleaseSnapshot | FinishJob
-    | JobReady | JobFailed | JobFinished | JobPaused | Generated | StepDone | Checkpointed | JobWarning | DeviceStatus
+    | JobReady | JobFailed | JobFinished | JobPaused | Generated | GeneratedPart | StepDone | Checkpointed
+    | JobWarning | DeviceStatus
     | LoadEnv | EnvLoaded | GetItem | Item | EnvReset | EnvStep | EnvClose | EnvObservation | EnvDone | EnvError
 )  # fmt: skip
 

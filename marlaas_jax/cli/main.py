@@ -13,7 +13,7 @@ import typer
 
 import marlaas_jax
 from marlaas_jax.cli import service_commands
-from marlaas_jax.cli.options import Json, Set, one_sentence
+from marlaas_jax.cli.options import Json, Set, one_sentence, remote
 from marlaas_jax.errors import InvalidConfig
 
 INTRO = """Trains many LoRA adapters at once on one language model, by reinforcement learning, each with its own task.
@@ -106,9 +106,20 @@ def sample(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Fresh randomness when not given.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Render the prompt with the chat template.")] = False,
+    url: Annotated[str | None, typer.Option(help="A service's; --model is its base's name, JOB or JOB@STEP.")] = None,
+    api_key: service_commands.ApiKey = None,
     json: Json = False,
 ) -> None:
-    """Samples from the base model or an adapter, with log-probs under --json."""
+    """Samples from the base model or an adapter, here or at a service, with log-probs under --json."""
+    if url is not None:
+        from marlaas_jax.cli import remote as at_service
+
+        options = {"n": n, "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        with remote():
+            at_service.sample(
+                at_service.Target(url, api_key), prompt, model, adapter, options | {"stop": stop, "seed": seed}, chat, json
+            )
+        return
     from marlaas_jax.cli import sample as command
 
     with one_sentence():

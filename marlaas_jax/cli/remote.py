@@ -83,6 +83,22 @@ def jobs(target: Target, states: list[str], name: str | None, labels: list[str],
     console.print(table, soft_wrap=not console.is_terminal)
 
 
+def sample(
+    target: Target, prompt: str, model: str, adapter: str | None, options: dict[str, Any], is_chat: bool, json: bool
+) -> None:
+    """Prints what a model of the service answers to a prompt."""
+    if adapter is not None:
+        raise InvalidConfig(f"--adapter={adapter!r}: of a service, name the job as --model")
+    given = {name: value for name, value in options.items() if value is not None}
+    with target.client() as client:
+        if is_chat:
+            answer = client.chat(model, [{"role": "user", "content": prompt}], **given)
+        else:
+            answer = client.complete(model, prompt, **given)
+    for choice in answer.choices:
+        echo(json, dataclasses.asdict(choice) | {"model": answer.model, "version": answer.version}, choice.text)
+
+
 def watch(target: Target, job_id: str, json: bool) -> int:
     """Prints a line per batch and what else matters until the job is over; returns the exit code."""
     with target.client() as client:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import quote
 
-from marlaas_jax.client import job_files
-from marlaas_jax.client.records import Event, Job, Key, Sweep, Tenant
+from marlaas_jax.client import job_files, sampling
+from marlaas_jax.client.records import Choice, Completion, Event, Job, Key, Sweep, Tenant
 from marlaas_jax.client.wire import Wire
 from marlaas_jax.errors import InvalidConfig, StorageError, Unreachable
 
@@ -221,6 +221,40 @@ class AsyncClient:
     async def fairness(self, window_s: float = 60.0) -> dict[str, Any]:
         """Returns how long work waited in each stage, and how even the shares of the device were in the last seconds."""
         return await self._wire.json("GET", "/v1/fairness", params={"window_s": window_s})
+
+    # ---- sampling
+
+    async def models(self) -> list[str]:
+        """Returns what can be sampled from: the base, and jobs with something trained, the newest first."""
+        found, cursor = [], None
+        while True:
+            page = await self._wire.json("GET", "/v1/models", params={"cursor": cursor})
+            found += [model["id"] for model in page["data"]]
+            if (cursor := page["next_cursor"]) is None:
+                return found
+
+    async def complete(self, model: str, prompt: str | Sequence[int], **options: Any) -> Completion:
+        """Continues a text or token ids with a model: the base's name, JOB or JOB@STEP.
+
+        `options` are those of `POST /v1/completions`: max_tokens, temperature, top_p, top_k, min_p, n, stop, seed.
+        """
+        return sampling.completion(await self._wire.json("POST", sampling.TEXT, body=sampling.text(model, prompt, options)))
+
+    async def chat(self, model: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
+        """Answers a conversation with a model; `options` as of `complete`."""
+        return sampling.completion(await self._wire.json("POST", sampling.CHAT, body=sampling.chat(model, messages, options)))
+
+    async def stream_complete(self, model: str, prompt: str | Sequence[int], **options: Any) -> AsyncIterator[Choice]:
+        """Does as `complete`; yields what choices grow by, as it comes."""
+        async for chunk in self._wire.stream(sampling.TEXT, sampling.text(model, prompt, options)):
+            for choice in sampling.choices(chunk):
+                yield choice
+
+    async def stream_chat(self, model: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> AsyncIterator[Choice]:
+        """Does as `chat`; yields what choices grow by, as it comes."""
+        async for chunk in self._wire.stream(sampling.CHAT, sampling.chat(model, messages, options)):
+            for choice in sampling.choices(chunk):
+                yield choice
 
     # ---- tenants, with an admin's key
 

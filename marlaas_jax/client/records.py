@@ -93,6 +93,33 @@ class Sweep(Record):
 
 
 @dataclass(frozen=True)
+class Choice(Record):
+    """One answer of a model; of a stream, what it grew by."""
+
+    index: int
+    text: str
+    finish_reason: str | None  # "stop" or "length"; None: it goes on
+    token_ids: list[int]  # the one that ended it included
+    logprobs: list[float]  # of these, under the model's own distribution
+
+
+@dataclass(frozen=True)
+class Completion(Record):
+    """What a model answered."""
+
+    model: str
+    version: int | None  # of a running job its optimizer steps, of a committed step its number; None: the base
+    choices: list[Choice]
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def text(self) -> str:
+        """The first choice's text."""
+        return self.choices[0].text
+
+
+@dataclass(frozen=True)
 class Event(Record):
     """Something that happened; `seq` rises."""
 

@@ -18,6 +18,8 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0
 SILENCE_S = 45.0  # three heartbeats of a stream
 TIMEOUT = httpx.Timeout(30.0, connect=5.0, write=300.0)
 STREAM_TIMEOUT = httpx.Timeout(30.0, connect=5.0, read=SILENCE_S)
+SAMPLING = ("/v1/completions", "/v1/chat/completions")
+SAMPLING_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 RETRIED = (409, 429, 503)  # where the answer says when to come back
 
 
@@ -52,12 +54,19 @@ class Wire:
     async def request(
         self, method: str, path: str, *, params: Mapping[str, Any] | None = None, body: object = None
     ) -> httpx.Response:
-        """Sends until it is answered, for at most `patience_s`. A POST is done once, however often it was sent."""
-        headers = {"Idempotency-Key": secrets.token_hex(16)} if method == "POST" else {}
+        """Sends until it is answered, for at most `patience_s`. A POST is done once, however often it was sent.
+
+        Sampling changes nothing: such a POST has no key that the service would keep its answer for, and more time.
+        """
+        is_kept = method == "POST" and path not in SAMPLING
+        headers = {"Idempotency-Key": secrets.token_hex(16)} if is_kept else {}
+        timeout = SAMPLING_TIMEOUT if path in SAMPLING else TIMEOUT
         tries = _Tries(self.patience_s)
         while True:
             try:
-                response = await self._http.request(method, path, params=_given(params), json=body, headers=headers)
+                response = await self._http.request(
+                    method, path, params=_given(params), json=body, headers=headers, timeout=timeout
+                )
             except httpx.TransportError as error:
                 await tries.pause_or_raise(self._unreachable(error))
                 continue
@@ -78,6 +87,27 @@ class Wire:
                     yield block
         except httpx.TransportError as error:
             raise self._unreachable(error) from None
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Yields the chunks of a streamed answer. One that is cut off, or ends with an error, raises."""
+        tries = _Tries(self.patience_s)
+        while True:
+            try:
+                async with self._http.stream("POST", path, json={**body, "stream": True}, timeout=SAMPLING_TIMEOUT) as response:
+                    if response.is_success:
+                        async for message in _messages(response.aiter_lines()):
+                            if message["data"] == "[DONE]":
+                                return
+                            chunk = json.loads(message["data"])
+                            if "error" in chunk:
+                                raise _told(chunk["error"], None)
+                            yield chunk
+                        raise Unreachable(f"{self.url}: the stream was cut off")
+                    await response.aread()
+                    failure = _failure(response)
+            except httpx.TransportError as error:
+                raise self._unreachable(error) from None
+            await tries.pause_or_raise(*failure)
 
     async def events(self, path: str, after: int | None) -> AsyncIterator[dict[str, Any]]:
         """Yields events from where `after` says, across any number of connections, until the service says `end`."""
@@ -146,9 +176,13 @@ def _failure(response: httpx.Response) -> tuple[MarlaasError, float | None]:
         kind, message = "", f"{response.url}: answered {response.status_code}, which is not how a marlaas service answers"
     retry_after = response.headers.get("Retry-After", "")
     wait_s = float(retry_after) if retry_after.isdecimal() and response.status_code in RETRIED else None
-    if kind == "QuotaExceeded":
-        return QuotaExceeded(message, wait_s), wait_s
-    return (user_error(kind) or InternalError)(message), wait_s
+    return _told({"kind": kind, "message": message}, wait_s), wait_s
+
+
+def _told(error: Mapping[str, Any], wait_s: float | None) -> MarlaasError:
+    """Returns the exception that the service's words stand for."""
+    kind, message = str(error["kind"]), str(error["message"])
+    return QuotaExceeded(message, wait_s) if kind == "QuotaExceeded" else (user_error(kind) or InternalError)(message)
 
 
 async def _messages(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, str]]:

@@ -63,6 +63,8 @@ def engine_settings(runtime: RuntimeConfig, dtype: str) -> EngineSettings:
         prefill_buckets=engine.prefill_buckets,
         dtype=dtype,
         max_device_snapshots=bank.max_device_snapshots,
+        max_loaded_snapshots=bank.max_loaded_snapshots,
+        reserved_slots=engine.reserved_slots or 0,
     )
 
 

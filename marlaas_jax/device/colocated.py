@@ -18,6 +18,7 @@ import numpy as np
 from marlaas_jax.checkpoint.job_checkpoints import JobCheckpoints, JobState
 from marlaas_jax.config import JobConfig
 from marlaas_jax.device import initial
+from marlaas_jax.device.stored import StoredAdapters
 from marlaas_jax.engine.sampler import Sampler
 from marlaas_jax.errors import InternalError, MarlaasError, StorageError, WrongWeights
 from marlaas_jax.learner.learner import Learner
@@ -90,6 +91,7 @@ class ColocatedDevice:
         self._identity, self._base = identity, base
         self._canary_ids, self._dtype, self._max_rank = canary_ids, dtype, max_rank
         self._clock, self._transfer = clock, transfer
+        self._stored = StoredAdapters(model, sampler, max_rank, identity, dtype)
         self._jobs: dict[str, _Job] = {}
         self._stage = ""  # that had the last dispatch
         self._service_s = {"sampler": 0.0, "learner": 0.0}
@@ -106,9 +108,12 @@ class ColocatedDevice:
     def handle(self, message: Message) -> list[Message]:
         """Returns the answers to one message of the controller."""
         match message:
-            case Generate():
+            case Generate(adapter=""):
                 self._sampler.submit(message)
+            case Generate():
+                self._stored.submit(message)
             case CancelGenerate():
+                self._stored.cancel(message.request_id)
                 self._sampler.cancel(message.request_id)
             case ReleaseSnapshot():
                 self._sampler.release(message.job, message.incarnation, message.version)
@@ -128,13 +133,15 @@ class ColocatedDevice:
 
     def has_work(self) -> bool:
         """True if `step` has a dispatch to run."""
-        return self._sampler.has_work() or self._learner.has_work()
+        return self._sampler.has_work() or self._learner.has_work() or self._stored.has_work()
 
     def step(self) -> list[Message]:
         """Runs one dispatch of the stage that is due; returns what it finished."""
+        refused = self._stored.poll()
         sampler, learner = self._sampler.has_work(), self._learner.has_work()
         if not sampler and not learner:
-            return self._poll_saves()
+            self._stored.wait()
+            return [*refused, *self._poll_saves()]
         start = self._clock()
         self._note_backlog()
         if sampler and self._sampler_waits_since is None:
@@ -150,7 +157,7 @@ class ColocatedDevice:
         self._service_s[stage] += spent
         if stage == "learner":
             self._note("learner/longest_dispatch_s", spent)
-        out: list[Message] = []
+        out: list[Message] = [*refused, *self._sampler.take_parts()]
         for message in done:
             out += self._after_step(message) if isinstance(message, StepDone) else self._after(message)
         return out + self._poll_saves()
@@ -166,6 +173,7 @@ class ColocatedDevice:
             except MarlaasError as error:  # between two minibatches only the last whole batch counts, and it is not at hand
                 out.append(JobWarning(name, job.incarnation, str(error)))
             out += self._close(name)
+        self._stored.close()
         return out
 
     # ---- figures

@@ -40,6 +40,8 @@ class EngineSettings:
     prefill_buckets: tuple[int, ...] = ()
     dtype: str = "float32"  # of caches and adapters
     max_device_snapshots: int = 32  # kept as device arrays beside the resident ones; others wait in host memory
+    max_loaded_snapshots: int = 8  # kept in host memory beside those of jobs
+    reserved_slots: int = 0  # decode slots that no rollout takes: they are for requests that somebody waits for
     form: str = "auto"  # of applying adapters while decoding: "blocks", "onehot", or chosen by lora.apply.choose_form
 
     def resolved_form(self) -> str:

@@ -8,7 +8,7 @@ from marlaas_jax.engine.snapshots import SnapshotKey
 from marlaas_jax.engine.state import CONTEXT, ERROR, FINISH_REASONS, LENGTH, RUNNING, STOP, Prefix, RowSettings
 from marlaas_jax.engine.steps import Chunk
 from marlaas_jax.lora.snapshot import Snapshot
-from marlaas_jax.messages import Generate, Generated
+from marlaas_jax.messages import Generate, Generated, GeneratedPart
 from marlaas_jax.text.incremental import IncrementalText
 from marlaas_jax.text.tokenizer import Tokenizer
 
@@ -34,6 +34,11 @@ class Request:
     def num_samples(self) -> int:
         """Completions asked for."""
         return len(self.message.seeds)
+
+    @property
+    def share(self) -> str:
+        """Who is charged for it: the job, or whoever waits for the answer."""
+        return self.message.share or self.message.job
 
     def settings(self, sample: int) -> RowSettings:
         """Returns how one sample is drawn."""
@@ -63,8 +68,11 @@ class Row:
         self._sampled_logprobs: list[float] = []
         self._tokenizer = tokenizer
         stop = request.message.sampling.stop
-        self._text = IncrementalText(tokenizer, stop) if stop else None  # None: decoded once, at the end
+        is_followed = bool(stop) or request.message.partial
+        self._text = IncrementalText(tokenizer, stop) if is_followed else None  # None: decoded once, at the end
         self._ended_by_id = False
+        self._num_told = 0  # tokens in the parts so far
+        self._new_text = ""  # since the last part
 
     @property
     def num_positions(self) -> int:
@@ -83,7 +91,7 @@ class Row:
                 self._ended_by_id = True
                 self.finish_reason = FINISH_REASONS[STOP]
             elif self._text is not None:
-                self._text.push(token)
+                self._new_text += self._text.push(token)
                 if self._text.stopped:
                     self.finish_reason = FINISH_REASONS[STOP]
             if self.finish_reason:
@@ -91,6 +99,21 @@ class Row:
         code = int(chunk.finish_S[self.slot])
         if code != RUNNING:
             self.finish_reason = FINISH_REASONS[code]
+
+    def part(self) -> GeneratedPart:
+        """Returns what was not in an earlier part."""
+        start, self._num_told = self._num_told, len(self.token_ids)
+        text, self._new_text = self._new_text, ""
+        snapshot = self.request.snapshot
+        return GeneratedPart(
+            request_id=self.request.message.request_id,
+            sample=self.sample,
+            token_ids=tuple(self.token_ids[start:]),
+            logprobs=np.asarray(self._logprobs[start:], "<f4").tobytes(),
+            text=text,
+            version=self.request.message.version if snapshot is None else snapshot.version,
+            fingerprint="" if snapshot is None else snapshot.fingerprint,
+        )
 
     def result(self, latest_version: int, error: str = "") -> Generated:
         """Returns the finished completion."""

@@ -2,8 +2,9 @@
 
 A request takes its adapter slot and decode slots together or waits. A group larger than the free slots starts in parts, from
 one prefill that is kept for it. Finished rows are refilled between dispatches. Each request runs under one snapshot, resolved
-when it starts and pinned to its end; publishing never disturbs what runs. On accelerators one dispatch runs ahead while
-the one before is read; on a CPU, where the host would take the cores from the device, each is read at once.
+when it starts (as it arrives, if somebody waits for it) and pinned to its end; publishing never disturbs what runs. On
+accelerators one dispatch runs ahead while the one before is read; on a CPU, where the host would take the cores from the
+device, each is read at once.
 """
 
 import dataclasses
@@ -21,15 +22,14 @@ from marlaas_jax.engine.requests import Request, Row, answer, refusal
 from marlaas_jax.engine.residency import NULL_SLOT, Residency
 from marlaas_jax.engine.snapshots import SnapshotKey, SnapshotStore, key_of
 from marlaas_jax.engine.warmup import warm
-from marlaas_jax.errors import InvalidRequest
+from marlaas_jax.errors import InvalidRequest, WrongWeights
 from marlaas_jax.lora.snapshot import Snapshot
-from marlaas_jax.messages import Generate, Generated
+from marlaas_jax.messages import BASE_MODEL, LATEST, Generate, Generated, GeneratedPart
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.model.transformer import Params
 from marlaas_jax.text.tokenizer import Tokenizer
 from marlaas_jax.waits import WaitLog
 
-LATEST, BASE_MODEL = -1, -2  # values of Generate.version
 _NULL = (NULL_SLOT, 0)
 
 
@@ -71,7 +71,7 @@ class Sampler:
         self._held: dict[int, tuple[Any, ...]] = {}
         self._writes = [0] * settings.num_adapter_slots  # how often each adapter slot was written
         self._residency = Residency(settings.num_adapter_slots)
-        self._snapshots = SnapshotStore(settings.max_device_snapshots)
+        self._snapshots = SnapshotStore(settings.max_device_snapshots, settings.max_loaded_snapshots)
         self._holds: Counter[SnapshotKey] = Counter()  # snapshots kept on request, and how often each
         # Versions asked for by number that rows run under: they leave most adapter slots to those that follow the newest.
         self._by_number: Counter[SnapshotKey] = Counter()
@@ -80,15 +80,16 @@ class Sampler:
         self._requests: dict[str, Request] = {}
         self._rows: dict[int, Row] = {}  # running, by decode slot
         self._in_flight: list[_Dispatch] = []
-        self._ended: list[Generated] = []  # answers that no dispatch gives
-        self._mean_tokens: dict[str, float] = {}  # of a job's completions so far, for its charge in the queue
+        self._answers: list[Generated] = []  # for the next `step` to return
+        self._parts: list[GeneratedPart] = []
+        self._mean_tokens: dict[str, float] = {}  # of a share's completions so far, for its charge in the queue
         self._last_collected_s = float("-inf")
         self._compiles_at_warmup: int | None = None
         self.busy_s: dict[str, float] = defaultdict(float)  # by stage: "prefill", "decode", "publish"
-        self.busy_by_job_s: dict[str, float] = defaultdict(float)
-        self.stage_s_by_job: dict[tuple[str, str], float] = defaultdict(float)  # by (stage, job)
+        self.busy_by_job_s: dict[str, float] = defaultdict(float)  # by share, which is the job unless somebody waits
+        self.stage_s_by_job: dict[tuple[str, str], float] = defaultdict(float)  # by (stage, share)
         self.waits = WaitLog()  # of each sample, until it has a decode slot
-        self.sampled_tokens: dict[str, int] = defaultdict(int)  # by job, since the start
+        self.sampled_tokens: dict[str, int] = defaultdict(int)  # by share, since the start
         self.prefilled_tokens: dict[str, int] = defaultdict(int)
 
     # ---- requests
@@ -101,24 +102,27 @@ class Sampler:
         reason, error = self._refusal(message)
         if reason or not message.seeds:
             latest = self._latest_version(message.job)
-            self._ended += [answer(request, i, reason, latest, error=error) for i in range(request.num_samples)]
+            self._answers += [answer(request, i, reason, latest, error=error) for i in range(request.num_samples)]
             return
         if message.version >= 0:
             request.pinned_version = SnapshotKey(message.job, message.incarnation, message.version)
+        elif message.share and message.version == LATEST:
+            request.pinned_version = self._key_for(request)
+        if request.pinned_version is not None:
             self._snapshots.use(request.pinned_version)
         request.submitted_s = self._clock()
         self._requests[message.request_id] = request
-        self._queue.push(message.job, request, message.weight)
+        self._queue.push(request.share, request, message.weight)
 
     def _refusal(self, message: Generate) -> tuple[str, str]:
         """Returns (finish reason, error) of a request that ends before it starts, else two empty strings."""
         latest = self._snapshots.latest(message.job)
-        if message.version != BASE_MODEL:
-            if latest is None or latest.incarnation != message.incarnation:
-                return "error", f"job={message.job!r}: incarnation {message.incarnation} has no published snapshot"
-            key = SnapshotKey(message.job, message.incarnation, message.version)
-            if message.version != LATEST and self._snapshots.get(key) is None:
-                return "error", f"version={message.version}: not kept; the latest of job {message.job!r} is {latest.version}"
+        reason = "missing" if message.share else "error"
+        if message.version == LATEST and (latest is None or latest.incarnation != message.incarnation):
+            return reason, f"job={message.job!r}: incarnation {message.incarnation} has no published snapshot"
+        if message.version >= 0 and not self.holds(message.job, message.incarnation, message.version):
+            newest = "" if latest is None else f"; the latest of job {message.job!r} is {latest.version}"
+            return reason, f"version={message.version}: not kept{newest}"
         return refusal(message, self.engine.config.vocab_size, self.engine.settings.max_context)
 
     def cancel(self, request_id: str) -> None:
@@ -130,15 +134,15 @@ class Sampler:
             row.finish_reason = "cancelled"
             self._finish(row)
         if request.num_started < request.num_samples:
-            self._queue.remove(request.message.job, request)
+            self._queue.remove(request.share, request)
             latest = self._latest_version(request.message.job)
             waiting = range(request.num_started, request.num_samples)
-            self._ended += [answer(request, i, "cancelled", latest) for i in waiting]
+            self._answers += [answer(request, i, "cancelled", latest) for i in waiting]
             self._end_request(request)
 
     def forget(self, job: str) -> None:
-        """Cancels a job's requests and drops its snapshots."""
-        for request in [r for r in self._requests.values() if r.message.job == job]:
+        """Cancels a job's requests and drops its snapshots; who waits for an answer gets it from the one that was resolved."""
+        for request in [r for r in self._requests.values() if r.share == job]:
             self.cancel(request.message.request_id)
         self._queue.forget(job)
         for key in [key for key in self._holds.elements() if key.job == job]:
@@ -171,6 +175,26 @@ class Sampler:
             self._holds[key] -= 1
             self._drop(self._snapshots.release(key))
         self._holds += Counter()  # forgets what is down to zero
+
+    def holds(self, job: str, incarnation: int, version: int) -> bool:
+        """Whether a snapshot of this name is here."""
+        return self._snapshots.get(SnapshotKey(job, incarnation, version)) is not None
+
+    @property
+    def has_room_to_load(self) -> bool:
+        """Whether another snapshot may be loaded now; else as many as are allowed are in use."""
+        return self._snapshots.has_room_to_load
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Takes in a snapshot that no job publishes. Raises WrongWeights if the bank does not hold it afterwards."""
+        start = self._clock()
+        slot = self._make_resident(snapshot, self._residency.place)
+        resident = self.engine.fingerprint(self._params, slot)
+        if resident != snapshot.fingerprint:
+            self._residency.drop(key_of(snapshot))
+            raise WrongWeights(f"{snapshot.job}: the sampler holds {resident}, {snapshot.fingerprint} was loaded")
+        self._drop(self._snapshots.load(snapshot))
+        self._account("publish", self._clock() - start, {"load": 1.0})
 
     def score(self, job: str, version: int, token_ids: Sequence[int]) -> np.ndarray:
         """Returns log-probabilities of token_ids[1:] under a snapshot (-1: the latest, -2: the base) as the sampler has it."""
@@ -206,7 +230,7 @@ class Sampler:
 
     def has_work(self) -> bool:
         """True if `step` would do or return anything."""
-        return bool(self._ended or self._in_flight or self._rows or len(self._queue))
+        return bool(self._answers or self._in_flight or self._rows or len(self._queue))
 
     def step(self) -> list[Generated]:
         """Runs one dispatch - a prefill with its inserts, or a decode chunk - and returns the completions that are known."""
@@ -215,11 +239,25 @@ class Sampler:
         launched = self._admit() or self._decode()
         keep = 1 if launched and self._run_ahead and not len(self._queue) else 0
         self._collect(len(self._in_flight) - keep)
-        ended, self._ended = self._ended, []
-        return ended
+        answers, self._answers = self._answers, []
+        return answers
+
+    def take_parts(self) -> list[GeneratedPart]:
+        """Returns what the last steps added to samples that go on, of requests that want to know; before what they ended."""
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _num_free(self, request: Request) -> int:
+        """Returns how many decode slots a request may take now: some are only for those that somebody waits for."""
+        settings = self.engine.settings
+        free = settings.num_decode_slots - len(self._rows)
+        if request.message.share:
+            return free
+        rollouts = sum(not row.request.message.share for row in self._rows.values())
+        return min(free, settings.num_decode_slots - settings.reserved_slots - rollouts)
 
     def _fits(self, request: Request) -> bool:
-        if len(self._rows) >= self.engine.settings.num_decode_slots:
+        if self._num_free(request) <= 0:
             return False
         if request.is_admitted or request.message.version == BASE_MODEL:
             return True
@@ -253,14 +291,14 @@ class Sampler:
             return len(batch) < self.engine.buckets.prefill_rows[-1] and length in (0, wanted)
 
         while (found := self._queue.next(fits, _has_begun)) is not None:
-            job, request = found
+            share, request = found
             if not request.is_admitted:
                 self._take_adapter(request)
             if request.prefix is None:
                 length = self.engine.buckets.prefill_length(len(request.message.prompt_ids))
                 batch.append(request)
-                self._queue.charge(job, len(request.message.prompt_ids))
-                self.prefilled_tokens[job] += len(request.message.prompt_ids)
+                self._queue.charge(share, len(request.message.prompt_ids))
+                self.prefilled_tokens[share] += len(request.message.prompt_ids)
             starting.append((request, self._take_slots(request)))
         if not starting:
             return False
@@ -281,23 +319,22 @@ class Sampler:
 
     def _take_slots(self, request: Request) -> list[Row]:
         free = [s for s in range(self.engine.settings.num_decode_slots) if s not in self._rows]
-        job = request.message.job
         rows = []
-        for slot in free[: request.num_samples - request.num_started]:
+        for slot in free[: min(request.num_samples - request.num_started, self._num_free(request))]:
             row = Row(request, request.num_started, slot, self._tokenizer)
             row.charged_tokens = self._expected_tokens(request)
             self._rows[slot] = row
             request.num_started += 1
             rows.append(row)
-        self._queue.charge(job, sum(row.charged_tokens for row in rows))
-        self.waits.add("generate", job, self._clock() - request.submitted_s, len(rows))
+        self._queue.charge(request.share, sum(row.charged_tokens for row in rows))
+        self.waits.add("generate", request.share, self._clock() - request.submitted_s, len(rows))
         if request.num_started == request.num_samples:
-            self._queue.remove(job, request)
+            self._queue.remove(request.share, request)
         return rows
 
     def _expected_tokens(self, request: Request) -> float:
         limit = request.message.sampling.max_tokens
-        return min(limit, self._mean_tokens.get(request.message.job, limit))
+        return min(limit, self._mean_tokens.get(request.share, limit))
 
     def _start(self, batch: list[Request], starting: list[tuple[Request, list[Row]]]) -> None:
         start = self._clock()
@@ -320,9 +357,9 @@ class Sampler:
         if batch:
             if not self._run_ahead:
                 jax.block_until_ready(self._state.token_S)
-            tokens = {request.message.job: 0.0 for request in batch}
+            tokens = {request.share: 0.0 for request in batch}
             for request in batch:
-                tokens[request.message.job] += len(request.message.prompt_ids)
+                tokens[request.share] += len(request.message.prompt_ids)
             self._account("prefill", self._clock() - start, tokens)
 
     def _decode(self) -> bool:
@@ -372,14 +409,16 @@ class Sampler:
             now = self._clock()
             tokens: dict[str, float] = defaultdict(float)
             for slot, row in dispatch.rows.items():
-                tokens[row.request.message.job] += 1.0
+                tokens[row.request.share] += 1.0
                 if self._rows.get(slot) is not row:
                     continue  # ended since: cancelled, or by a stop string in the dispatch before
                 before = len(row.token_ids)
                 row.take(chunk)
-                self.sampled_tokens[row.request.message.job] += len(row.token_ids) - before
+                self.sampled_tokens[row.request.share] += len(row.token_ids) - before
                 if row.finish_reason:
                     self._finish(row)
+                elif row.request.message.partial and len(row.token_ids) > before:
+                    self._parts.append(row.part())
             # While another dispatch runs ahead, this one's time begins where the one before it ended.
             began = max(dispatch.started_s, self._last_collected_s)
             self._last_collected_s = now
@@ -388,11 +427,11 @@ class Sampler:
     def _finish(self, row: Row) -> None:
         """Frees a row's slot and queues its answer."""
         del self._rows[row.slot]
-        request, job = row.request, row.request.message.job
+        request, share = row.request, row.request.share
         count = len(row.token_ids)
-        self._queue.correct(job, count - row.charged_tokens)
-        self._mean_tokens[job] = 0.9 * self._mean_tokens.get(job, float(count)) + 0.1 * count
-        self._ended.append(row.result(self._latest_version(job)))
+        self._queue.correct(share, count - row.charged_tokens)
+        self._mean_tokens[share] = 0.9 * self._mean_tokens.get(share, float(count)) + 0.1 * count
+        self._answers.append(row.result(self._latest_version(request.message.job)))
         request.num_ended += 1
         if request.num_ended == request.num_samples:
             self._end_request(request)

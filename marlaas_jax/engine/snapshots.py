@@ -1,4 +1,6 @@
-"""The snapshots that a sampler keeps: each job's latest and those that a request still names. The rest die at once.
+"""The snapshots that a sampler keeps: each job's latest, those that a request still names, and a few that were loaded.
+
+The rest die at once; of those that were loaded, the longest unused when there are too many. No job's latest ever makes room.
 
 Of those that have no adapter slot, a fixed number stays on the device; the longest unused wait in host memory, from where they
 are written into the bank like any other.
@@ -29,9 +31,11 @@ def key_of(snapshot: Snapshot) -> SnapshotKey:
 class SnapshotStore:
     """Snapshots by name, with a count of who uses each."""
 
-    def __init__(self, max_on_device: int) -> None:
-        """`max_on_device` counts snapshots beside the resident ones."""
+    def __init__(self, max_on_device: int, max_loaded: int = 8) -> None:
+        """`max_on_device` counts snapshots beside the resident ones; `max_loaded` those that no job publishes."""
         self._max_on_device = max_on_device
+        self._max_loaded = max_loaded
+        self._loaded: dict[SnapshotKey, None] = {}  # longest unused first
         self._snapshots: dict[SnapshotKey, Snapshot] = {}
         self._on_device: dict[SnapshotKey, None] = {}  # longest unused first
         self._latest: dict[str, SnapshotKey] = {}
@@ -66,9 +70,34 @@ class SnapshotStore:
         self._latest[snapshot.job] = key
         return [] if before is None or before == key else self._collect(before)
 
+    @property
+    def num_loaded_in_use(self) -> int:
+        """Number of loaded snapshots that cannot make room for another."""
+        return sum(key in self._uses for key in self._loaded)
+
+    @property
+    def has_room_to_load(self) -> bool:
+        """Whether another snapshot may be loaded now."""
+        return self.num_loaded_in_use < self._max_loaded
+
+    def load(self, snapshot: Snapshot) -> list[SnapshotKey]:
+        """Keeps a snapshot, of host arrays, that is no job's latest; returns the names of those that made room for it."""
+        key = key_of(snapshot)
+        self._snapshots[key] = snapshot
+        self._loaded[key] = None
+        unused = [other for other in self._loaded if other not in self._uses and other != key]
+        dead = unused[: max(len(self._loaded) - self._max_loaded, 0)]
+        for other in dead:
+            del self._loaded[other]
+            self._collect(other)
+        return dead
+
     def use(self, key: SnapshotKey) -> None:
         """Keeps a snapshot until as many `release`."""
         self._uses[key] = self._uses.get(key, 0) + 1
+        if key in self._loaded:
+            del self._loaded[key]
+            self._loaded[key] = None
 
     def touch(self, key: SnapshotKey, resident: Collection[Hashable]) -> None:
         """Notes that a resident snapshot was put to use, and moves to host memory what is beyond the bound after that."""
@@ -94,7 +123,8 @@ class SnapshotStore:
         return [] if key is None else self._collect(key)
 
     def _collect(self, key: SnapshotKey) -> list[SnapshotKey]:
-        if key in self._uses or self._latest.get(key.job) == key or key not in self._snapshots:
+        is_kept = key in self._uses or key in self._loaded or self._latest.get(key.job) == key
+        if is_kept or key not in self._snapshots:
             return []
         del self._snapshots[key]
         self._on_device.pop(key, None)

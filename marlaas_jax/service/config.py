@@ -22,6 +22,8 @@ from marlaas_jax.errors import InvalidConfig, short
 from marlaas_jax.service.prices import Prices
 from marlaas_jax.service.quotas import Quotas
 
+MIN_SLOTS_TO_RESERVE = 8  # with fewer, one slot less would cost the jobs too much
+
 
 class ServiceConfig(Section):
     """`marlaas serve service.yaml`."""
@@ -32,6 +34,7 @@ class ServiceConfig(Section):
     data_dir: str = "marlaas-data"  # jobs, checkpoints, logs, and the database unless `db` says otherwise
     db: str | None = None  # sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME; None: SQLite in data_dir
     max_running_jobs: Annotated[int, Field(ge=1, le=4096)] = 32  # of all tenants; others wait in the queue
+    request_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 300.0  # of a sampling request, to its last token
     drain_s: Annotated[float, Field(gt=0)] = 120.0  # for running steps to end and be saved after SIGTERM
     quotas: Quotas = Quotas()  # of a tenant that has none of its own
     prices: Prices | None = None  # None: use is told without its cost
@@ -43,13 +46,21 @@ class ServiceConfig(Section):
         return self.db or f"sqlite:///{(Path(self.data_dir) / 'marlaas.db').absolute()}"
 
     def sized_runtime(self) -> RuntimeConfig:
-        """Returns the runtime with room for a few resident adapters where the file leaves that open; others page."""
-        bank = self.runtime.bank
+        """Returns the runtime with sizes for a service where the file leaves them open.
+
+        There is room for a few resident adapters, others page; and a decode slot that rollouts leave to requests.
+        """
+        bank, engine = self.runtime.bank, self.runtime.engine
+        reserved = engine.reserved_slots
+        if reserved is None:
+            reserved = 1 if engine.num_decode_slots >= MIN_SLOTS_TO_RESERVE else 0
         filled = {
             "num_sampler_slots": bank.num_sampler_slots or max(MIN_EVAL_SLOTS, 1 + 2 * min(self.max_running_jobs, 16)),
             "num_learner_slots": bank.num_learner_slots or 1 + min(self.max_running_jobs, 16),
         }
-        return self.runtime.model_copy(update={"bank": bank.model_copy(update=filled)})
+        return self.runtime.model_copy(
+            update={"bank": bank.model_copy(update=filled), "engine": engine.model_copy(update={"reserved_slots": reserved})}
+        )
 
 
 def load_service(path: Path | None, overrides: Sequence[str] = ()) -> ServiceConfig:

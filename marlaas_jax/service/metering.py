@@ -21,7 +21,7 @@ from typing import Any
 from marlaas_jax.errors import MarlaasError
 from marlaas_jax.rollout import meters
 from marlaas_jax.service.prices import TOKEN_METERS
-from marlaas_jax.service.quotas import DailyTokens
+from marlaas_jax.service.quotas import DailyTokens, Quotas
 from marlaas_jax.store import usage as usage_table
 from marlaas_jax.store.engine import Store
 from marlaas_jax.store.usage import Bill
@@ -117,20 +117,20 @@ class Metering:
         self._daily.add(tenant_id, prompt_tokens + sampled_tokens, self._clock())
         self._wake.set()
 
-    async def rolled_back(self, job_id: str, step: int) -> None:
-        """Lets the steps behind `step` be billed again: their owner has them trained anew.
-
-        To be called when the job's files are cut back already; a crash in between makes these steps free.
-        """
+    def rolled_back(self, job_id: str, step: int) -> None:
+        """Lets the steps behind `step` be billed again, as the store does by now: their owner has them trained anew."""
         if job_id in self._billed:
             self._billed[job_id] = min(self._billed[job_id], step)
-        await self._store.awrite(usage_table.reset_billed, job_id, step)
 
     # ---- what was used
 
     def tokens_today(self, tenant_id: str) -> float:
         """Returns a tenant's tokens since 0:00 UTC: prompts, sampled and trained."""
         return self._daily.used(tenant_id, self._clock())
+
+    def retry_after(self, tenant_id: str, quotas: Quotas) -> float | None:
+        """Returns the seconds until a tenant may use tokens again; None: it may now."""
+        return self._daily.retry_after(tenant_id, quotas, self._clock())
 
     def billed_tokens(self) -> dict[tuple[str, str], float]:
         """Returns the tokens billed since the service started, by (tenant, meter)."""

@@ -37,6 +37,7 @@ from marlaas_jax.service.metering import Metering
 from marlaas_jax.service.quotas import Load, Quotas, is_reached, why_queued, why_refused
 from marlaas_jax.service.rates import Rates
 from marlaas_jax.service.rollback import LEAVE_S, Rollbacks
+from marlaas_jax.service.sampling import SamplingDesk
 from marlaas_jax.service.sweeps import Sweeps
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store import tenants as tenant_table
@@ -92,6 +93,14 @@ class Service:
         self._fitting = Fitting(self.controller.runtime)
         self._rollbacks = Rollbacks(self.controller, store, self.folder, clock)
         self._admitting = asyncio.Lock()
+        self.sampling = SamplingDesk(
+            self.controller,
+            self.data_dir,
+            config.request_timeout_s,
+            self.job,
+            self.quotas_of,
+            self.metering,
+        )
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> None:
         """Takes up what an earlier process left, calls `ready`, serves until `drain`. Raises UserError for a bad start."""
@@ -129,14 +138,20 @@ class Service:
             await self.events.close()
 
     async def drain(self) -> None:
-        """Lets running steps end, commits them and ends `serve`; in the store these jobs still run: the next start goes on."""
+        """Lets running steps end, commits them and ends `serve`; in the store these jobs still run: the next start goes on.
+
+        Sampling requests that are open are answered, new ones refused.
+        """
         self._is_draining = True
+        self.sampling.close()
         running = [job.name for job in self.controller.jobs.values() if job.is_live]
         for name in running:
             self.controller.pause(name)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_s):
-                while any((job := self.controller.jobs.get(name)) is not None and job.is_live for name in running):
+                while self.sampling.num_open or any(
+                    (job := self.controller.jobs.get(name)) is not None and job.is_live for name in running
+                ):
                     await asyncio.sleep(0.05)
         self.controller.end()
 
@@ -276,12 +291,21 @@ class Service:
             async with self._admitting:  # nobody is being started from here on who was not seen above
                 record = await self.job(tenant, job_id)
             self._tenants[record.tenant_id] = await self.store.aread(tenant_table.get_tenant, record.tenant_id)
+            if (job := self.controller.jobs.get(job_id)) is not None:
+                self.metering.collect(job)
+                await self.metering.flush()
+
+            def commit(connection: sa.Connection, moved: JobRecord) -> None:
+                usage_table.reset_billed(connection, job_id, step)  # what is trained anew is billed anew
+                also(connection, moved)
+
             try:
-                moved = await self._rollbacks.run(record, step, also)
+                moved = await self._rollbacks.run(record, step, commit)
             except BaseException:
                 asyncio.get_running_loop().call_soon(self._take_up_again, job_id)  # when the claim is given up
                 raise
             self._records[job_id] = moved
+            self.metering.rolled_back(job_id, step)
         self.events.add("job_rolled_back", moved, {"step": step, "from_step": record.step})
         if moved.state != record.state:
             self.events.add(f"job_{moved.state}", moved, {"reason": moved.reason})

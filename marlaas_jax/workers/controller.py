@@ -40,6 +40,7 @@ from marlaas_jax.messages import (
     FinishJob,
     Generate,
     Generated,
+    GeneratedPart,
     GetItem,
     Hello,
     Item,
@@ -86,6 +87,7 @@ from marlaas_jax.workers.controller_files import Log, writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_processes import Processes
 from marlaas_jax.workers.controller_render import Renderer
+from marlaas_jax.workers.controller_requests import Requests
 from marlaas_jax.workers.controller_status import FINISHING, PAUSED, PAUSING, RUNNING, STARTING, JobStatus, RunStatus
 from marlaas_jax.workers.controller_suspects import SuspectJobs
 from marlaas_jax.workers.controller_why import told_in_one_line, waiting
@@ -137,6 +139,7 @@ class Controller:
         self.folder = folder.resolve()
         self.jobs: dict[str, Job] = {}
         self.orchestrator = Orchestrator()
+        self.requests = Requests(lambda message: self._send(self._device.worker_id, message))
         self.phase = "checking"
         self._on_status = on_status
         self._on_event = on_event
@@ -175,6 +178,16 @@ class Controller:
     def has_device(self) -> bool:
         """True while a device's process is there and ready."""
         return bool(self._device.worker_id)
+
+    @property
+    def programs(self) -> tuple[int, int]:
+        """How many of the device's programs are compiled, and how many there are."""
+        return self._device.programs
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; there is one once `serve` has called `started`."""
+        return self._renderer.tokenizer
 
     async def serve(self, started: Callable[[], None]) -> None:
         """Calls `started` once jobs may be added, serves until `end`, stops all processes.
@@ -319,6 +332,7 @@ class Controller:
     async def _stop(self, tasks: list[asyncio.Task]) -> None:
         """Ends everything that was started here: asks first, insists then."""
         self.phase = "stopping"
+        self.requests.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -391,6 +405,8 @@ class Controller:
     def _handle(self, worker_id: str, message: Message, now: float) -> None:
         self._device.heard(worker_id, now)
         match message:
+            case Generated() | GeneratedPart() if self.requests.owns(message):
+                self.requests.on_answer(message)
             case Generated():
                 if self._is_current(message):
                     self.jobs[message.job].tokens_sampled += len(message.token_ids)
@@ -448,6 +464,7 @@ class Controller:
         if message.role == "device":
             self._device_gone(time.monotonic(), "a new one took its place")  # an older one, if it was not missed yet
             self._device.joined(worker_id, time.monotonic())
+            self.requests.device_joined()
             self.phase = "loading" if self.phase == "checking" else self.phase
             for job in live:
                 if not self._suspects.is_held(job.name):
@@ -555,6 +572,7 @@ class Controller:
         if not self._device.gone():
             return
         self._interrupted_at = now
+        self.requests.device_gone()
         if (blamed := self._suspects.on_death(reason, was_serving=was_serving)) is not None:
             self._fail_job(self.jobs[blamed.job], "WorkerLost", blamed.text)
         for job in self.jobs.values():
@@ -589,6 +607,8 @@ class Controller:
         last = self._last_death.get(event.name, "")
         reason = f"worker {event.name}: {event.reason}" + (f" ({last.strip().splitlines()[-1]})" if last.strip() else "")
         self.event("worker_given_up", worker=event.name, reason=reason)
+        if event.name == self._processes.DEVICE:
+            self.requests.close(reason)
         for job in self.jobs.values():
             group = self._processes.group_of(event.name)
             if job.is_live and (event.name == self._processes.DEVICE or group in (job.data_worker, job.pool)):

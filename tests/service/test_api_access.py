@@ -11,6 +11,8 @@ from tests.service.live import FILES, live, of
 
 pytestmark = pytest.mark.multiprocess
 OPEN = {"/healthz", "/readyz", "/docs", "/openapi.json", "/docs/oauth2-redirect"}
+BODIES = {"clone": {"changes": {}}, "rollback": {"step": 0}}
+OPENAI = {"kind", "message", "type", "param", "code"}
 METHODS = {"GET", "POST", "PATCH", "DELETE", "PUT"}
 
 
@@ -46,6 +48,7 @@ def theirs(service):
         "sweep_id": sweep.id,
         "job_id": job.id,
         "ended": ended.id,
+        "model": job.id,
         "tenant_id": owner.id,
         "key_id": store.read(tenants.list_keys, owner.id)[0].id,
     }
@@ -53,14 +56,13 @@ def theirs(service):
 
 def send(service, method, path, key=None, **options):
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    bodies = {"clone": {"changes": {}}, "rollback": {"step": 0}}
-    body = {"json": bodies.get(path.rpartition("/")[2], {})} if method in ("POST", "PATCH") else {}
+    body = {"json": BODIES.get(path.rpartition("/")[2], {})} if method in ("POST", "PATCH") else {}
     return httpx.request(method, service.url + path, headers=headers, timeout=20, **body | options)
 
 
 def error(response):
     told = response.json()
-    assert set(told) == {"error"} and set(told["error"]) == {"kind", "message"}, told
+    assert set(told) == {"error"} and set(told["error"]) in ({"kind", "message"}, OPENAI), told
     assert "Traceback" not in told["error"]["message"]
     return told["error"]
 
@@ -135,6 +137,26 @@ def test_another_tenants_objects_do_not_exist(service, routes, theirs):
     assert send(service, "POST", "/v1/quotes", stranger, json=body).status_code == 404
     assert snapshot(service) == before
     assert send(service, "GET", "/v1/usage", service.key("owner")).json()["total"]["sampled_tokens"] == 7.0
+
+
+def test_another_tenants_jobs_are_no_models(service, routes, theirs):
+    """Each route that takes a model's name, with another tenant's job, whatever its state: 404, as for one that never was."""
+    stranger = service.key("stranger")
+    before = snapshot(service)
+    ask = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}}
+    assert {path for _, path in routes if path.endswith("completions")} == set(ask)
+    for name in (theirs["job_id"], theirs["ended"], f"{theirs['ended']}@2", "job_" + "0" * 22, "job_x", "%00", "'; --"):
+        told = [send(service, "POST", path, stranger, json={"model": name} | body) for path, body in ask.items()]
+        told.append(send(service, "GET", f"/v1/models/{name}", stranger))
+        assert [answer.status_code for answer in told] == [404, 404, 404], (name, [answer.text for answer in told])
+        assert {error(answer)["code"] for answer in told} == {"model_not_found"}
+    mine, never = (
+        error(send(service, "POST", "/v1/completions", stranger, json={"model": name, "prompt": "x"}))["message"]
+        for name in (theirs["job_id"], "job_" + "0" * 22)
+    )
+    assert mine.replace(theirs["job_id"], "*") == never.replace("job_" + "0" * 22, "*")
+    listed = send(service, "GET", "/v1/models", stranger).json()["data"]
+    assert [model["id"] for model in listed] == ["tiny"] and snapshot(service) == before
 
 
 def test_tenants_and_keys_are_for_admins(service, routes, theirs):

@@ -289,15 +289,23 @@ JSON = st.recursive(
     max_leaves=20,
 )
 FIELDS = st.sampled_from([*sorted(submission()), "priority", "labels", "lora", "data", "env_args", "seed", "algorithm"])
+ASK = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+ASKED = st.sampled_from([
+    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop",
+    "seed", "logprobs", "top_logprobs", "stream", "stream_options", "tools", "user", "echo", "best_of", "logit_bias",
+    "return_token_ids", "decoding",
+])  # fmt: skip
 BODIES = st.one_of(
     JSON.map(lambda value: json.dumps(value).encode()),
     st.binary(max_size=200),
     st.dictionaries(FIELDS, JSON, max_size=4).map(lambda changes: json.dumps(submission() | changes).encode()),
+    st.dictionaries(ASKED, JSON, max_size=4).map(lambda changes: json.dumps(ASK | changes).encode()),
 )
 PATHS = st.one_of(
     st.sampled_from([
         "/v1/jobs", "/v1/jobs/x", "/v1/jobs/x/clone", "/v1/jobs/x/events", "/v1/jobs/x/episodes", "/v1/tenants", "/v1/keys/x",
-        "/v1/jobs/x/metrics", "/v1/tenants/root", "/v1/tenants/root/keys", "/v1/usage", "/metrics",
+        "/v1/jobs/x/metrics", "/v1/tenants/root", "/v1/tenants/root/keys", "/v1/usage", "/metrics", "/v1/models",
+        "/v1/models/tiny", "/v1/completions", "/v1/completions", "/v1/chat/completions", "/v1/chat/completions",
     ]),
     st.text(max_size=30).map(lambda text: "/v1/jobs/" + text),
 )  # fmt: skip
@@ -313,7 +321,7 @@ HEADERS = st.dictionaries(
     st.sampled_from([b"", b"application/json", b"text/plain", b"multipart/form-data", b"\xff", b"-1", b"9" * 40, b"a/b;;;"]),
     max_size=3,
 )
-METHODS = st.sampled_from(["GET", "POST", "PATCH", "DELETE", "PUT", "HEAD", "OPTIONS"])
+METHODS = st.sampled_from(["POST", "POST", "POST", "GET", "POST", "PATCH", "DELETE", "PUT", "HEAD", "OPTIONS"])
 
 
 def attack(service, count):

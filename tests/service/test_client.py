@@ -7,8 +7,10 @@ import zipfile
 import httpx
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 import marlaas_jax
+from marlaas_jax.cli.main import app
 from marlaas_jax.client import job_files
 from marlaas_jax.errors import InvalidConfig, InvalidRequest, NotAllowed, NotFound, QuotaExceeded, StorageError
 from tests.service.live import FILES, live, of
@@ -37,6 +39,39 @@ def job_file(tmp_path):
         )
     )
     return path
+
+
+def test_models_answer(service):
+    client = service.client("asker")
+    assert client.models() == ["tiny"]
+    whole = client.complete("tiny", "x", seed=1, max_tokens=100, n=2)
+    assert whole.version is None and whole.completion_tokens == sum(len(choice.token_ids) for choice in whole.choices)
+    assert all(len(choice.logprobs) == len(choice.token_ids) for choice in whole.choices)
+    parts = list(client.stream_complete("tiny", "x", seed=1, max_tokens=100, n=2))
+    turns = [{"role": "user", "content": "x"}]
+    chat, chat_parts = client.chat("tiny", turns, seed=1, max_tokens=100), list(client.stream_chat("tiny", turns, seed=1))
+    for choices, pieces in ((whole.choices, parts), (chat.choices, chat_parts)):
+        for choice in choices:
+            mine = [piece for piece in pieces if piece.index == choice.index]
+            assert "".join(piece.text for piece in mine) == choice.text and mine[-1].finish_reason == "stop"
+            assert [token for piece in mine for token in piece.token_ids] == choice.token_ids
+            assert [logprob for piece in mine for logprob in piece.logprobs] == choice.logprobs
+    with pytest.raises(NotFound, match="model='job_x': no such model"):
+        client.complete("job_x", "x")
+    with pytest.raises(InvalidConfig, match="top_k=-1"):
+        list(client.stream_complete("tiny", "x", top_k=-1))
+    target = ["--url", service.url, "--api-key", service.key("asker")]
+    result = CliRunner().invoke(
+        app, ["sample", "x", "--model", "tiny", "--seed", "1", "--max-tokens", "100", "--json", *target]
+    )
+    assert result.exit_code == 0 and json.loads(result.stdout)["text"] == whole.text
+
+    async def story():
+        async with marlaas_jax.AsyncClient(service.url, service.key("asker")) as client:
+            pieces = [piece.text async for piece in client.stream_complete("tiny", "x", seed=1, max_tokens=100)]
+            assert "".join(pieces) == (await client.complete("tiny", "x", seed=1, max_tokens=100)).text == whole.text
+
+    asyncio.run(story())
 
 
 def test_a_job_from_its_file_to_its_adapter(service, job_file, tmp_path):

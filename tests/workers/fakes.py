@@ -42,6 +42,7 @@ from marlaas_jax.model import source
 from marlaas_jax.text.tokenizer import Tokenizer
 from marlaas_jax.transport.client import Client
 from marlaas_jax.workers import lifeline
+from tests.workers.fake_sampling import FakeSampling
 
 
 class FakeDevice:
@@ -50,6 +51,7 @@ class FakeDevice:
     def __init__(self, tokenizer: Tokenizer, options: dict):
         self.options = options
         self.jobs: dict[str, dict] = {}
+        self.sampling = FakeSampling(self, tokenizer)
         self.words = {word: tuple(tokenizer.encode(word)) + tokenizer.end_ids[:1] for word in ("yes", "no")}
 
     def handle(self, message) -> list:
@@ -57,6 +59,8 @@ class FakeDevice:
         match message:
             case AddJob():
                 return [self.add(message)]
+            case Generate() if message.share:
+                return self.sampling.submit(message)
             case Generate() if message.job in self.jobs:
                 return [self.complete(message, sample) for sample in range(len(message.seeds))]
             case TrainBatch() if message.job in self.jobs:
@@ -71,7 +75,7 @@ class FakeDevice:
             case RemoveJob():
                 self.jobs.pop(message.job, None)
             case CancelGenerate():
-                pass
+                return self.sampling.cancel(message.request_id)
         return []
 
     def add(self, message: AddJob) -> JobReady:
@@ -165,16 +169,18 @@ def main() -> None:
     device = FakeDevice(Tokenizer.load(source.resolve(runtime.model)), options)
     reported = -1.0
     while True:
-        message = client.receive(0.2)
+        message = client.receive(0.0 if device.sampling.running else 0.2)
         if isinstance(message, Shutdown):
             break
-        for answer in device.handle(message) if message is not None else ():
+        for answer in device.handle(message) if message is not None else device.sampling.turn():
             client.send(answer)
         if time.monotonic() - reported > 0.5:
             reported = time.monotonic()
-            status = DeviceStatus(
-                arguments.worker_id, {"decode": 0.3, "idle": 0.2}, {}, {"learner/open_jobs": len(device.jobs)}, {}, 0
-            )
+            counters = {
+                "learner/open_jobs": float(len(device.jobs)),
+                "engine/running_rows": float(len(device.sampling.running)),
+            }
+            status = DeviceStatus(arguments.worker_id, {"decode": 0.3, "idle": 0.2}, {}, counters, {}, 0)
             client.send(status)
     client.close(flush_s=1.0)
 

@@ -23,6 +23,7 @@ from marlaas_jax.errors import (
     UserError,
 )
 from marlaas_jax.service.api.json_body import Json, TooLarge
+from marlaas_jax.service.sampling import NotServed
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ def respond(error: Exception, body_model: type[pydantic.BaseModel] | None = None
         case QuotaExceeded():
             wait_s = QUOTA_RETRY_S if error.retry_after_s is None else error.retry_after_s
             return _answer(429, "QuotaExceeded", str(error), wait_s)
+        case NotServed():
+            return _answer(error.status, "NotServed", str(error), error.retry_after_s)
         case RequestValidationError():
             return _invalid(error, body_model)
         case HTTPException():

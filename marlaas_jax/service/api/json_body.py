@@ -28,6 +28,11 @@ class JsonRequest(Request):
 
     digest = ""  # of the body
 
+    @property
+    def document(self) -> Any:
+        """What the body holds; None without one."""
+        return getattr(self, "_json", None)
+
     async def load(self, max_bytes: int) -> None:
         """Reads and checks the body. Raises TooLarge, or InvalidRequest for what is not JSON as it is allowed here."""
         announced = self.headers.get("content-length", "")

@@ -84,6 +84,14 @@ class KeyRoute(APIRoute):
 
     max_bytes = MAX_JSON_BYTES
 
+    def refusal(self, error: Exception, body_model: type[pydantic.BaseModel] | None) -> Response:
+        """Returns how a failure is answered."""
+        return respond(error, body_model)
+
+    def is_done_once(self, request: JsonRequest) -> bool:
+        """Whether an Idempotency-Key counts: an answer that comes bit by bit is not kept."""
+        return request.method == "POST"
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Returns the handler with everything that comes before and after it."""
         handle = super().get_route_handler()
@@ -99,12 +107,12 @@ class KeyRoute(APIRoute):
                         await checked.load(self.max_bytes)
                 key = checked.headers.get("idempotency-key")
                 checked.state.idempotency_key = key
-                if key is None or request.method != "POST":
+                if key is None or not self.is_done_once(checked):
                     return await handle(checked)
                 route = f"POST {request.url.path}"
                 return await once(api.store, tenant.id, key, route, checked.digest, lambda: handle(checked))
             except Exception as error:  # the one broad catch: a fault of one request is that request's
-                return respond(error, body_model)
+                return self.refusal(error, body_model)
 
         return answer
 

@@ -19,6 +19,7 @@ from marlaas_jax.learner.buckets import LearnerSizes, update_buckets
 from marlaas_jax.learner.learner import Learner
 from marlaas_jax.lora.adapter import AdapterSpec
 from marlaas_jax.messages import Generate, Generated, Sampling, StepDone, TrainBatch, TrainGroup, TrainRow
+from marlaas_jax.model import transformer
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.rl.packing import BlockShape
 
@@ -53,7 +54,14 @@ class _Member:
 class Machine:
     """A sampler and a learner on one base model."""
 
-    def __init__(self, model: ModelConfig, params: Any, num_slots: int, max_context: int, **engine: Any):
+    def __init__(
+        self, model: ModelConfig, num_slots: int, max_context: int, params: Any = None, few: bool = False, **engine: Any
+    ):
+        """`params` None: random. `few` programs: one length for each purpose, because each takes time to compile."""
+        if params is None:
+            params = transformer.init_params(model)
+        if few:
+            engine = {"context_buckets": (max_context,), "prefill_buckets": (max_context,)}
         self.model, self.max_context = model, max_context
         ticks = itertools.count()
         clock = lambda: next(ticks) * 1e-3
@@ -62,7 +70,8 @@ class Machine:
         self.sampler = Sampler(model, params, settings, letters, clock)
         quarter = max_context // 4
         shapes = (BlockShape(quarter, 8, 4, 3), BlockShape(3 * quarter, quarter, 4, 2))
-        sizes = LearnerSizes(shapes, BlockShape(16, 1, 1, 1), 16, 2, update_buckets(model, MAX_RANK), 0.05)
+        shapes, updates = (shapes[1:], (1, 2)) if few else (shapes, update_buckets(model, MAX_RANK))
+        sizes = LearnerSizes(shapes, BlockShape(16, 1, 1, 1), 16, 2, updates, 0.05)
         self.learner = Learner(model, params, sizes, num_slots=4, max_rank=MAX_RANK, clock=clock)
 
     def warmup(self) -> None:

@@ -1,11 +1,13 @@
 """`isolation: exact`: a job's ids, log-probs, updates and figures are the same bits alone and in any crowd."""
 
 import collections
+import dataclasses
 
 import numpy as np
 import pytest
 
-from marlaas_jax.model import load, source, transformer
+from marlaas_jax.engine import steps
+from marlaas_jax.model import load, source
 from marlaas_jax.model.config import ModelConfig
 from tests.device.crowds import Machine, differing
 from tests.device.harness import MODEL
@@ -17,8 +19,7 @@ SAMPLING = ({}, {"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0})
 
 
 def test_a_few_crowds_change_no_bit_of_an_exact_job():
-    buckets = {"context_buckets": (32,), "prefill_buckets": (32,)}  # each takes time to compile
-    machine = Machine(MODEL, transformer.init_params(MODEL), num_slots=20, max_context=32, **buckets)
+    machine = Machine(dataclasses.replace(MODEL, num_layers=1), num_slots=6, max_context=32, few=True)
     alone = machine.run(None)
     assert len(alone) == 2 * (2 * 3 * 4 + 3)
     for seed in range(6):
@@ -30,7 +31,7 @@ def test_a_few_crowds_change_no_bit_of_an_exact_job():
 def test_200_crowds_change_no_bit_of_an_exact_job():
     """The figure of shared jobs beside it shows that these crowds do change bits where nothing guards them."""
     model, params = load.load(source.resolve("tiny"), "float32", True)
-    machine = Machine(model, params, num_slots=16, max_context=64)
+    machine = Machine(model, num_slots=16, max_context=64, params=params)
     machine.warmup()
     exact, shared = machine.run(None), machine.run(None, "shared")
     changed: collections.Counter[str] = collections.Counter()
@@ -47,7 +48,7 @@ def test_200_crowds_change_no_bit_of_an_exact_job():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("model", "form"), [(WIDE, "auto"), (DEEP, "auto"), (MODEL, "onehot")], ids=["wide", "deep", "onehot"])
 def test_crowds_change_no_bit_on_other_models_and_forms(model, form):
-    machine = Machine(model, transformer.init_params(model), num_slots=20, max_context=64, form=form)
+    machine = Machine(model, num_slots=20, max_context=64, form=form)
     for sampling in SAMPLING:
         alone = machine.run(None, **sampling)
         for seed in range(6):
@@ -56,8 +57,6 @@ def test_crowds_change_no_bit_on_other_models_and_forms(model, form):
 
 def test_the_place_of_a_row_does_not_change_its_logits():
     """The vocabulary's product takes rows by sixteens; what was left over was added up in another order."""
-    from marlaas_jax.engine import steps
-
     params = {"embed_VD": np.random.default_rng(1).standard_normal((50, 32)).astype(np.float32)}
     rng = np.random.default_rng(0)
     row = rng.standard_normal(32).astype(np.float32)

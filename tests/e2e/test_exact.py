@@ -37,13 +37,13 @@ def arrays(run_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1700)
 def test_an_exact_job_alone_and_beside_three_others(tmp_path):
     alone, crowd = tmp_path / "alone", tmp_path / "crowd"
     for run_dir, jobs in ((alone, [exact_job()]), (crowd, [*neighbours(), exact_job()])):
         file = runs.write(tmp_path / f"{run_dir.name}.yaml", jobs, engine=ENGINE)
         log = tmp_path / f"{run_dir.name}.log"
-        result = runs.finish(runs.start(file, "--dir", run_dir, log=log), log, 400)
+        result = runs.finish(runs.start(file, "--dir", run_dir, log=log), log, 800)
         assert result["exit_code"] == 0, [entry["reason"] for entry in result["jobs"] if entry["reason"]]
         statuses = [record for record in runs.printed(log) if record["type"] == "status"]
         assert statuses[-1]["compiles_since_warmup"] == 0

@@ -69,6 +69,24 @@ def test_slots_at_different_positions_and_prefilled_caches():
         np.testing.assert_allclose(out[s, 0], reference(*rows)[-1], atol=2e-6)
 
 
+def test_pieces_that_nobody_reaches_are_skipped_and_change_no_bit():
+    """The same row beside one that reaches the last piece, beside one that stands there but is not written, and beside none."""
+    q, k, v = draw(8, 2, 12)
+    pieces = tuple(tuple(jnp.asarray(x.swapaxes(1, 2)[:, :, a:b]) for a, b in ((0, 4), (4, 7), (7, 12))) for x in (k, v))
+
+    @jax.jit
+    def run(position, is_written):
+        at = (jnp.asarray(x[np.arange(2), [2, 9]][:, None]) for x in (q, k, v))
+        attend = attention.cached(position, 12, None, None, is_written, skip_unreached=True)
+        return attend(*at, pieces)
+
+    cases = [([2, 9], [True, True]), ([2, 9], [True, False]), ([2, 3], [True, True]), ([2, 5], [True, True])]
+    outs = [run(jnp.asarray(position), jnp.asarray(is_written)) for position, is_written in cases]
+    assert len({np.asarray(out[0]).tobytes() for out, _ in outs}) == 1
+    np.testing.assert_allclose(outs[0][0][0, 0], reference(q[0, :3], k[0, :3], v[0, :3])[-1], atol=2e-6)
+    np.testing.assert_allclose(outs[0][0][1, 0], reference(q[1, :10], k[1, :10], v[1, :10])[-1], atol=2e-6)
+
+
 def test_position_beyond_the_cache_writes_nothing():
     q, k, v = (jnp.asarray(x) for x in draw(3, 2, 1))
     cache = tuple(jnp.zeros((2, NUM_KV, 4, WIDTH)) for _ in range(2))

@@ -16,7 +16,7 @@ from marlaas_jax.client.blocking import Client
 from tests.e2e import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
-START_S = 240
+START_S = 900  # on a busy machine the compiler takes minutes
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def events(folder, kind):
     return [event for event in runs.lines(folder / "data" / "events.jsonl") if event["kind"] == kind]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2000)
 def test_after_kill_9_of_everything_the_next_step_comes_soon_and_nothing_is_compiled_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "xla"))
     log = tmp_path / "log"
@@ -69,7 +69,7 @@ def test_after_kill_9_of_everything_the_next_step_comes_soon_and_nothing_is_comp
     assert warm["programs_from_cache"] >= cold["programs_compiled_anew"]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_a_hundred_jobs_end_on_eight_resident_slots(tmp_path):
     """Their state pages through a host memory of two jobs and the disk; nothing compiles after the start."""
     log = tmp_path / "log"
@@ -87,7 +87,7 @@ def test_a_hundred_jobs_end_on_eight_resident_slots(tmp_path):
         while any(not client.job(job_id).is_over for job_id in ids[::9]) or list(client.jobs(state=["running", "queued"])):
             time.sleep(1.0)
             most_pages = max(most_pages, len(list((tmp_path / "data" / "pages").glob("*.page"))))
-            assert time.monotonic() - start < 800
+            assert time.monotonic() - start < 1800
         states = {client.job(job_id).state for job_id in ids}
         print(f"100 jobs of 2 steps on 8 slots: {time.monotonic() - start:.0f} s, at most {most_pages} of them on disk")
     assert most_pages > 0

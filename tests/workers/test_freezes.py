@@ -45,7 +45,9 @@ def test_stopped_processes_of_every_kind_are_named_within_10_s_killed_and_replac
     lost = {event["worker"]: event for event in read_lines(tmp_path / "run" / "events.jsonl") if event["kind"] == "worker_lost"}
     assert lost.keys() == stopped.keys()
     for place, (pid, at) in stopped.items():
-        assert "no heartbeat for 8 s" in lost[place]["reason"] and lost[place]["time"] - at < 10.0
+        reason = lost[place]["reason"]  # a worker in the middle of a call is noticed by that call's limit, if it is earlier
+        assert "no heartbeat for 8 s" in reason or (place == "job-a-0" and "answered nothing" in reason)
+        assert lost[place]["time"] - at < 10.0
         assert not psutil.pid_exists(pid)
 
 

@@ -64,8 +64,7 @@ class JobRollout:
             self.commands.append(Note(settings.name, "isolation", limits.EXACT_PRICE))
         if self._stop.reason and not self.book.finished:
             self._stop_now(self._stop.reason, now)
-        if settings.eval_items:
-            self._evaluate_first(ready, eval_before=eval_before)
+        self._evaluate_first(ready, eval_before=eval_before)
         self._advance(now)
 
     def next_cost(self) -> int | None:
@@ -200,9 +199,10 @@ class JobRollout:
     def _evaluate_first(self, ready: JobReady, *, eval_before: bool) -> None:
         """Evaluates the snapshot that the job starts from where that is due, or lets go of it."""
         is_held = self.settings.eval_every_steps > 0
-        if eval_before and self._is_wanted:
+        is_wanted = self._is_wanted and self.settings.eval_items > 0
+        if eval_before and is_wanted:
             self._evaluation.begin(BEFORE, ready.step, ready.version, is_held=is_held)
-        elif self._is_wanted and self._evaluation.was_missed(ready.step, self.book.steps):
+        elif is_wanted and self._evaluation.was_missed(ready.step, self.book.steps):
             self._evaluation.begin(DURING, ready.step, ready.version, is_held=is_held)
         elif is_held:
             self._release(ready.version)

@@ -81,7 +81,7 @@ def _row(episode: Episode, shared: int, advantage: float) -> TrainRow:
 
 
 def batch_metrics(
-    groups: list[ScoredGroup], *, step: int, batches_of: Callable[[int], int], num_empty: int
+    groups: list[ScoredGroup], *, step: int, batches_of: Callable[[int], int], num_empty: int, running_s: float
 ) -> dict[str, float]:
     """Returns a batch's figures, all finite. Staleness is in batches, per sampled token."""
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
@@ -108,6 +108,7 @@ def batch_metrics(
         "rollout/tokens_per_episode": sum(counts) / len(counts),
         "rollout/staleness_mean": staleness_sum / tokens,
         "rollout/staleness_max": staleness_max,
+        "rollout/running_s": running_s,
         "rollout/group_s": sum(group.duration_s for group in groups) / len(groups),
     }
     names = {name for group in groups for name in group.metrics}

@@ -274,9 +274,12 @@ class JobRollout:
                 return
             self._too_long.difference_update(chosen)
             metrics = batch_metrics(
-                groups, step=step, batches_of=self.versions.batches, num_empty=s.groups_per_batch - len(groups)
+                groups,
+                step=step,
+                batches_of=self.versions.batches,
+                num_empty=s.groups_per_batch - len(groups),
+                running_s=self._running_s(now),
             )
-            metrics["rollout/running_s"] = self._running_s(now)
             if step == self.book.steps_done:
                 self._last_trained = now
             batch = TrainBatch(

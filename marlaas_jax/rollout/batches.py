@@ -89,6 +89,7 @@ def batch_metrics(
     step: int,
     batches_of: Callable[[int], int],
     num_empty: int,
+    running_s: float,
     beside: Mapping[str, float] = {},
 ) -> dict[str, float]:
     """Returns a batch's figures, all finite. Staleness is in batches, per sampled token.
@@ -119,6 +120,7 @@ def batch_metrics(
         "rollout/tokens_per_episode": sum(counts) / len(counts),
         "rollout/staleness_mean": staleness_sum / tokens,
         "rollout/staleness_max": staleness_max,
+        "rollout/running_s": running_s,
         "rollout/group_s": sum(group.duration_s for group in groups) / len(groups),
     }
     used = meters.total([*(group.used for group in groups), beside])

@@ -286,10 +286,10 @@ class JobRollout:
                 step=step,
                 batches_of=self.versions.batches,
                 num_empty=s.groups_per_batch - len(groups),
+                running_s=self._running_s(now),
                 beside=self._beside,
             )
             self._beside = meters.total(())
-            metrics["rollout/running_s"] = self._running_s(now)
             if step == self.book.steps_done:
                 self._last_trained = now
             batch = TrainBatch(

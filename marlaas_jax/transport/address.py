@@ -52,6 +52,11 @@ def _private_folder() -> Path:
     raise InvalidConfig(f"address='ipc': neither {tempfile.gettempdir()} nor /tmp can hold a socket; use tcp://127.0.0.1:0")
 
 
+def socket_folder(address: str) -> Path:
+    """Returns the folder of an ipc address."""
+    return Path(address.removeprefix("ipc://")).parent
+
+
 def open_to_all(folder: Path) -> None:
     """Lets other users of this machine connect to the sockets in a folder of `resolve`; they can list and change nothing."""
     folder.chmod(0o711)

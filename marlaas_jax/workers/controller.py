@@ -75,11 +75,13 @@ from marlaas_jax.transport.flow import PeerLost
 from marlaas_jax.transport.server import Server
 from marlaas_jax.workers import folder_lock
 from marlaas_jax.workers.controller_device import SILENCE_S, DeviceLink
+from marlaas_jax.workers.controller_doors import Doors, job_of
 from marlaas_jax.workers.controller_files import Log, writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_processes import Processes
 from marlaas_jax.workers.controller_render import Renderer
 from marlaas_jax.workers.controller_status import FINISHING, PAUSED, PAUSING, RUNNING, STARTING, JobStatus, RunStatus
+from marlaas_jax.workers.sandbox.sandbox import Room, Sandbox
 from marlaas_jax.workers.supervisor import Exited, GaveUp, Restarted
 
 log = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ class Controller:
 
     `is_strict`: what is wrong with a new job's environment ends everything with an InvalidConfig, as the one who waits for
     `marlaas run` wants it; else it ends that job. `on_step` is called with each trained batch's metrics, `on_over` with each
-    job that has ended or is paused.
+    job that has ended or is paused. `sandbox`: jobs may come with a room in it, so there is code of others on this machine.
     `device_module` is what runs as the device's process; tests give a fake one.
     """
 
@@ -118,6 +120,7 @@ class Controller:
         is_strict: bool = False,
         device_module: str = DEVICE_MODULE,
     ):
+        self.sandbox: Sandbox | None = None  # to be set before `serve`
         self.runtime = runtime  # every size filled in
         self.folder = folder.resolve()
         self.jobs: dict[str, Job] = {}
@@ -137,6 +140,7 @@ class Controller:
         self._lag_s = 0.0
         self._last_words: dict[str, str] = {}  # of workers that said why they fail
         self._last_death: dict[str, str] = {}  # why a place's last process ended
+        self._doors: Doors
         self._server: Server
         self._processes: Processes
         self._renderer: Renderer
@@ -169,8 +173,11 @@ class Controller:
             with writing(self._runtime_path):
                 self._runtime_path.write_text(document)
             self._renderer = Renderer(tokenizer, self._on_rendered)
-            async with Server("ipc") as self._server:
-                self._processes = Processes(self._server, self.folder, self._device_module, self.runtime.env_workers)
+            async with Doors(self.jobs, self.sandbox) as doors:
+                self._doors, self._server = doors, doors.server
+                addresses = (doors.server.address, doors.confined_address)
+                self._processes = Processes(*addresses, self.folder, self._device_module, self.runtime.env_workers)
+                doors.processes = self._processes
                 try:
                     started()
                     tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._watch_processes, self._tick_forever)]
@@ -203,10 +210,10 @@ class Controller:
         if not self._processes.has_device:
             self._processes.start_device(self._runtime_path)
 
-    def add(self, config: JobConfig, folder: Path, resume: bool) -> Job:
+    def add(self, config: JobConfig, folder: Path, resume: bool, room: Room | None = None) -> Job:
         """Takes a job in: a new one, or with `resume` one that has a history in `folder`. Its name must not be in use."""
         assert config.name not in self.jobs, config.name
-        job = Job(config, folder)
+        job = Job(config, folder, room)
         try:
             job.open(resume=resume)
         except CorruptFile as error:  # of this job: the others go on
@@ -255,8 +262,8 @@ class Controller:
     def _open(self, job: Job) -> None:
         """Gets a job its workers and its place on the device."""
         self.orchestrator.register(job.name, job.pool, job.config.weight)
-        self._processes.start_data_worker(job.data_worker)
-        self._processes.start_pool(job.pool)
+        self._processes.start_data_worker(job.data_worker, job.data_room)
+        self._processes.start_pool(job.pool, job.room)
         self._reload(job)  # for those that are there already; others ask by their Hello
         if self._device.worker_id:
             self._add_to_device(job)
@@ -293,15 +300,17 @@ class Controller:
 
     async def _receive(self) -> None:
         while True:
-            worker_id, message = await self._server.receive()
+            worker_id, told = await self._server.receive()
             now = time.monotonic()
+            if (message := self._doors.heard(worker_id, told)) is None:
+                continue
             try:
                 self._handle(worker_id, message, now)
                 self._execute_all(now)
             except Exception as error:  # the one broad catch of this process
                 if not isinstance(error, UserError | JobFailure):  # those say in their one sentence all there is to know
                     log.exception("message failed type=%s worker_id=%s", type(message).__name__, worker_id)
-                name = _job_of(message)
+                name = job_of(message)
                 if name not in self.jobs:
                     raise
                 self._fail_job(self.jobs[name], type(error).__name__, str(error))
@@ -536,9 +545,13 @@ class Controller:
 
     def _reload(self, job: Job) -> None:
         """Tells the workers of a job about its new incarnation."""
-        for worker_id in list(self._server.peers):
-            if self._processes.group_of(self._processes.name_of(worker_id)) in (job.data_worker, job.pool):
-                self._send(worker_id, job.load_message())
+        for worker_id in self._workers_of(job):
+            self._send(worker_id, job.load_message())
+
+    def _workers_of(self, job: Job) -> list[str]:
+        """Returns the workers that hold the job's items or run its environment."""
+        groups, of = (job.data_worker, job.pool), self._processes
+        return [worker_id for worker_id in self._server.peers if of.group_of(of.name_of(worker_id)) in groups]
 
     def _add_to_device(self, job: Job) -> None:
         config = job.config.model_dump_json().encode()
@@ -583,7 +596,7 @@ class Controller:
     def _retire(self, job: Job) -> None:
         """Forgets a job that is over or paused: its slots, its workers' copies, its workers when nobody else uses them."""
         self.orchestrator.remove_job(job.name, time.monotonic())
-        for worker_id in list(self._server.peers):
+        for worker_id in (self._device.worker_id, *self._workers_of(job)):  # nobody else learns that there is such a job
             self._send(worker_id, RemoveJob(job.name, job.incarnation))
         needed = [group for other in self.jobs.values() if other.is_live for group in (other.pool, other.data_worker)]
         self._processes.retire_unused(needed)
@@ -725,9 +738,3 @@ class Controller:
         """Whether the message concerns the present incarnation of a job that is not over."""
         job = self.jobs.get(message.job)
         return job is not None and not job.is_over and message.incarnation == job.incarnation
-
-
-def _job_of(message: Message) -> str:
-    """Returns the job that a message concerns, "" for none."""
-    named = getattr(message, "job", "") or getattr(message, "episode_id", "") or getattr(message, "request_id", "")
-    return named.partition("/")[0]

@@ -21,6 +21,7 @@ from marlaas_jax.workers.controller_status import (
     JobResult,
     JobStatus,
 )
+from marlaas_jax.workers.sandbox.sandbox import Room
 
 RATE_SMOOTHING = 0.03  # weight of the newest second in tokens per second: a mean over about half a minute
 
@@ -28,7 +29,7 @@ RATE_SMOOTHING = 0.03  # weight of the newest second in tokens per second: a mea
 class Job:
     """State of one job over all its incarnations."""
 
-    def __init__(self, config: JobConfig, folder: Path):
+    def __init__(self, config: JobConfig, folder: Path, room: Room | None = None):
         self.config = config
         self.name = config.name
         self.folder = folder
@@ -53,6 +54,8 @@ class Job:
         self.pool = f"job-{self.name}" if is_file else f"env-{config.env.partition(':')[0]}"
         # The items of a user's file come out of running it; whatever that does, other jobs' items are elsewhere.
         self.data_worker = f"data-{self.name}" if is_file and config.data is None else "data"
+        self.room = room if is_file else None  # to which the workers that run the file are confined
+        self.data_room = self.room if self.data_worker != "data" else None
         self._tokens_counted = 0
 
     @property

@@ -20,12 +20,11 @@ from marlaas_jax.messages import EnvLoaded, GetItem, Item, LoadEnv, RemoveJob, S
 from marlaas_jax.transport.client import Client
 from marlaas_jax.transport.memory import MemoryClient
 from marlaas_jax.workers import lifeline
+from marlaas_jax.workers.env_answers import MAX_ITEM_BYTES
 from marlaas_jax.workers.supervisor import EXIT_BAD_CONFIG, EXIT_CONTROLLER_GONE, EXIT_OK
 from marlaas_jax.workers.user_calls import bounded_traceback
 
 log = logging.getLogger(__name__)
-
-MAX_ITEM_BYTES = 8 << 20
 
 
 class DataWorker:

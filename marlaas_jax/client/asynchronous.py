@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from marlaas_jax.client import job_files
 from marlaas_jax.client.records import Event, Job, Key, Tenant
-from marlaas_jax.client.wire import Wire
+from marlaas_jax.client.wire import SUBMIT_TIMEOUT, Wire
 from marlaas_jax.errors import InvalidConfig, StorageError, Unreachable
 
 PAGE = 100
@@ -60,7 +60,8 @@ class AsyncClient:
         """
         packed = await asyncio.to_thread(_packed, job, files or {})
         body = {**packed.job, **({} if name is None else {"name": name}), "priority": priority, "labels": dict(labels or {})}
-        return Job.of(await self._wire.json("POST", "/v1/jobs", body={**body, "files": _encoded(packed.files)}))
+        body["files"] = _encoded(packed.files)
+        return Job.of(await self._wire.json("POST", "/v1/jobs", body=body, timeout=SUBMIT_TIMEOUT))
 
     async def jobs(
         self, *, state: Sequence[str] = (), name: str | None = None, labels: Mapping[str, str] | None = None
@@ -103,7 +104,7 @@ class AsyncClient:
         """Queues a new job like another but for the changes, nested as in a job file."""
         packed = await asyncio.to_thread(_packed, changes or {}, files or {})
         body = {"changes": packed.job, "files": _encoded(packed.files), "priority": priority, "labels": labels}
-        return Job.of(await self._wire.json("POST", f"{_path(job_id)}/clone", body=body))
+        return Job.of(await self._wire.json("POST", f"{_path(job_id)}/clone", body=body, timeout=SUBMIT_TIMEOUT))
 
     async def delete(self, job_id: str) -> None:
         """Deletes an ended job and all its files."""

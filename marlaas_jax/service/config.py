@@ -18,6 +18,7 @@ from marlaas_jax.config import (
 from marlaas_jax.documents import read_yaml
 from marlaas_jax.errors import InvalidConfig, short
 from marlaas_jax.service.quotas import Quotas
+from marlaas_jax.workers.sandbox.sandbox import Setting
 
 
 class ServiceConfig(Section):
@@ -31,6 +32,12 @@ class ServiceConfig(Section):
     max_running_jobs: Annotated[int, Field(ge=1, le=4096)] = 32  # of all tenants; others wait in the queue
     drain_s: Annotated[float, Field(gt=0)] = 120.0  # for running steps to end and be saved after SIGTERM
     quotas: Quotas = Quotas()  # of a tenant that has none of its own
+    # where uploaded code runs: auto is the strongest that works here; none: as the service's user, for code that you trust
+    sandbox: Setting = "auto"
+    sandbox_network: bool = False  # uploaded code may use the network
+    sandbox_memory_mib: Annotated[int, Field(ge=256, le=1 << 24)] = 4096  # of one worker with all that it starts
+    check_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0  # for a job's environment to be tried before it is queued
+    checks_at_once: Annotated[int, Field(ge=1, le=64)] = 2  # trials of environments
 
     @property
     def db_url(self) -> str:

@@ -25,6 +25,7 @@ from marlaas_jax.config import JobConfig
 from marlaas_jax.errors import InvalidRequest, MarlaasError, NotFound, QuotaExceeded, StorageError
 from marlaas_jax.service.admission import Admission, QueuedJob, TenantState, reasons
 from marlaas_jax.service.config import ServiceConfig, check_fits
+from marlaas_jax.service.env_check import EnvChecks
 from marlaas_jax.service.events import EventStream
 from marlaas_jax.service.files import check_upload, localized, move_upload, write_upload
 from marlaas_jax.service.quotas import Load, Quotas, why_refused
@@ -36,6 +37,8 @@ from marlaas_jax.store.tenants import Tenant
 from marlaas_jax.workers.controller import DEVICE_MODULE, Controller
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_status import FAILED, PAUSED, JobStatus
+from marlaas_jax.workers.sandbox.rules import MIB, Limits
+from marlaas_jax.workers.sandbox.sandbox import NO_SANDBOX, Room, Sandbox
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,9 @@ class Service:
         self._submitting: Counter[str] = Counter()  # jobs of a tenant that are about to be queued
         self._uploads = self.data_dir / "uploads"  # until their job is in the store
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.sandbox: Sandbox | None = None  # chosen by `serve`
+        self._rooms: dict[str, Room] = {}  # of jobs in the controller that run a tenant's file, by id
+        self._checks = EnvChecks(config.check_timeout_s, config.checks_at_once)
         self.controller = Controller(
             config.sized_runtime(),
             self.data_dir,
@@ -80,11 +86,13 @@ class Service:
         for tenant in await self.store.aread(tenant_table.list_tenants):
             self._tenants[tenant.id] = tenant
 
+        self.sandbox = self.controller.sandbox = await asyncio.to_thread(choose_sandbox, self.config)
+
         def started() -> None:
             self.controller.start_device()
             for record in self._records.values():
                 if record.state == "running":
-                    self._start(record)
+                    self._spawn(self._start(record))
             self._spawn(self._admit_forever())
             ready()
 
@@ -95,6 +103,9 @@ class Service:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self.events.close()
+            self._checks.close()
+            if self.sandbox is not None:
+                await asyncio.to_thread(self.sandbox.close)
 
     async def drain(self) -> None:
         """Lets running steps end, commits them and ends `serve`; in the store these jobs still run: the next start goes on."""
@@ -132,6 +143,8 @@ class Service:
             raise QuotaExceeded(refused)
         self._submitting[tenant.id] += 1
         try:
+            tried = await self._checks.check(tenant.id, config, files, self.sandbox)
+            self.controller.check_replies(config.env, tried.reply_roles[:8])
             record = await self._add(tenant, config, files, priority, parent, labels, also)
         finally:
             self._submitting[tenant.id] -= 1
@@ -269,9 +282,9 @@ class Service:
             log.warning("job not admitted job=%s reason=%s", job_id, error)
             return
         if self._records.get(job_id) is moved:
-            self._start(moved)
+            await self._start(moved)
 
-    def _start(self, record: JobRecord) -> None:
+    async def _start(self, record: JobRecord) -> None:
         """Gives a job to the controller: new, or going on from its last committed step."""
         job = self.controller.jobs.get(record.id)
         if job is not None and job.state == PAUSED:
@@ -280,12 +293,18 @@ class Service:
         folder = self.folder(record.id)
         try:
             config = JobConfig.model_validate(record.config)
-            names = {str(path.relative_to(folder / "files")): None for path in (folder / "files").rglob("*") if path.is_file()}
+            room, files = None, folder / "files"
+            if self.sandbox is not None and config.env.rpartition(":")[0].endswith(".py"):
+                room = await asyncio.to_thread(self.sandbox.room, files)
+                if (now := self._records.get(record.id)) is None or now.state != "running" or self._is_draining:
+                    return await asyncio.to_thread(room.close)
+                self._rooms[record.id], files = room, room.files
+            names = {str(path.relative_to(files)): None for path in files.rglob("*") if path.is_file()}
             changes: dict[str, Any] = {"name": record.id}
             if config.lora.init_from is not None:
                 changes["lora"] = config.lora.model_copy(update={"init_from": self._adapter_path(config.lora.init_from)})
-            config = localized(config, names, folder / "files").model_copy(update=changes)
-            job = self.controller.add(config, folder, resume=(folder / "state.json").is_file())
+            config = localized(config, names, files).model_copy(update=changes)
+            job = self.controller.add(config, folder, resume=(folder / "state.json").is_file(), room=room)
             if job.is_over:  # it ended before a crash, and the store was not told
                 self._on_over(job)
         except (MarlaasError, ValueError) as error:
@@ -369,6 +388,8 @@ class Service:
             self._records[record.id] = moved
         else:
             self._records.pop(record.id, None)
+            if (room := self._rooms.pop(record.id, None)) is not None:
+                self._spawn(asyncio.to_thread(room.close))
             if (job := self.controller.jobs.get(record.id)) is not None and job.is_over:
                 self.controller.forget(record.id)
         self.events.add(f"job_{state}", moved, {"reason": reason} if reason else {})
@@ -401,3 +422,14 @@ class Service:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("background work failed", exc_info=error)
+
+
+def choose_sandbox(config: ServiceConfig) -> Sandbox | None:
+    """Returns where uploaded code will run, and says so in the log. Raises InvalidConfig where it cannot be as asked for."""
+    limits = Limits(total_memory_bytes=config.sandbox_memory_mib * MIB, address_space_bytes=config.sandbox_memory_mib * MIB)
+    sandbox = Sandbox.choose(config.sandbox, network=config.sandbox_network, hidden=Path(config.data_dir), limits=limits)
+    if sandbox is None or sandbox.is_weak:
+        log.warning("sandbox=%s: uploaded code runs %s", config.sandbox, NO_SANDBOX if sandbox is None else sandbox.text)
+    else:
+        log.info("uploaded code runs %s", sandbox.text)
+    return sandbox

@@ -10,7 +10,6 @@ from marlaas_jax.messages import PROTOCOL_VERSION
 from marlaas_jax.transport import flow
 from marlaas_jax.transport.flow import header, parse_header
 
-
 _AT_ONCE = 1000
 
 

@@ -8,8 +8,8 @@ One connection is one session: a worker that restarts has a new worker id, and w
 given up is ignored. Heartbeats have a thread and a socket of their own, so no busy loop and no busy peer looks dead.
 Every method but those of the heartbeat thread is for the event loop's thread only.
 
-A server may have more doors, `Server(..., joined_to=server)`: peers of all doors are reached and heard through the first. A
-door with a gate asks it about every Hello; a door for strangers is told a key pair (CURVE), small frames and a small window. What a
+A server may have more doors, `Server(..., joined_to=server)`: peers of all doors are reached and heard through the first. A door
+with a gate asks it about every Hello; one for strangers is told a key pair (CURVE), small frames and a small window. What a
 peer can make a door keep is bounded: its window, one Hello at a time, frames up to `max_frame_bytes`.
 """
 
@@ -350,9 +350,7 @@ class Server:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _bind(
-    context: zmq.Context, address: str, hwm: int, max_frame_bytes: int, key_pair: tuple[bytes, bytes] | None
-) -> Any:
+def _bind(context: zmq.Context, address: str, hwm: int, max_frame_bytes: int, key_pair: tuple[bytes, bytes] | None) -> Any:
     made = context.socket(zmq.ROUTER)
     made.setsockopt(zmq.LINGER, _CLOSE_LINGER_MS)
     made.setsockopt(zmq.SNDHWM, hwm)

@@ -447,11 +447,18 @@ class Controller:
     def _reply_fault(self, job: Job, message: EnvLoaded) -> str:
         """Returns why the model's chat template cannot hold what the environment answers; an empty text if it can."""
         try:
-            if message.reply_roles:
-                self._renderer.tokenizer.check_followups(message.reply_roles)
-        except InvalidRequest as error:
-            return f"env={job.config.env!r} answers in turns of the role {'/'.join(message.reply_roles)}, but {error}"
+            self.check_replies(job.config.env, message.reply_roles)
+        except InvalidConfig as error:
+            return str(error)
         return ""
+
+    def check_replies(self, env: str, roles: tuple[str, ...]) -> None:
+        """Raises InvalidConfig where the model's chat template cannot append messages of these roles to a sampled turn."""
+        try:
+            if roles:
+                self._renderer.tokenizer.check_followups(roles)
+        except InvalidRequest as error:
+            raise InvalidConfig(f"env={env!r} answers in turns of the role {'/'.join(roles)}, but {error}") from None
 
     def _begin_if_ready(self, job: Job, now: float) -> None:
         if job.state != STARTING or job.device_ready is None or job.missing():

@@ -98,4 +98,3 @@ def job_of(message: Message) -> str:
     """Returns the job that a message concerns, "" for none."""
     named = getattr(message, "job", "") or getattr(message, "episode_id", "") or getattr(message, "request_id", "")
     return named.partition("/")[0]
-

@@ -35,7 +35,10 @@ def version() -> int:
 
 
 def restrict(readable: tuple[str, ...], writable: tuple[str, ...], *, network: bool) -> None:
-    """Restricts this thread and all that it starts; no_new_privs must be set. Raises OSError. Paths that do not exist are skipped."""
+    """Restricts this thread and all that it starts; no_new_privs must be set. Raises OSError.
+
+    Paths that do not exist are skipped.
+    """
     known = version()
     all_rights = (1 << max(count for first, count in _RIGHTS.items() if first <= known)) - 1
     ruleset = _Ruleset(all_rights, _TCP if known >= 4 and not network else 0, _SCOPES if known >= 6 else 0)

@@ -39,9 +39,11 @@ log = logging.getLogger(__name__)
 
 Setting = Literal["auto", "bubblewrap", "process", "none"]
 
+NO_SANDBOX = "as the service's user, with all that this user may do; serve only tenants whose code you trust"
 CONFINED = "marlaas_jax.workers.sandbox.confined"
 PROBE_TIMEOUT_S = 60.0
 KEPT_VARIABLES = ("PATH", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
+DEFAULTS = Limits()
 _DEV_SHM_BYTES = 64 << 20
 
 
@@ -84,7 +86,7 @@ class Sandbox:
         self.root.chmod(0o711)
 
     @classmethod
-    def choose(cls, setting: Setting, *, network: bool, hidden: Path, limits: Limits = Limits()) -> "Sandbox | None":
+    def choose(cls, setting: Setting, *, network: bool, hidden: Path, limits: Limits = DEFAULTS) -> "Sandbox | None":
         """Returns the strongest sandbox of the setting that works here, None for "none". `hidden`: the service's own folder.
 
         Raises InvalidConfig, one sentence, where there is none, or none that keeps `hidden` out of reach.
@@ -114,7 +116,8 @@ class Sandbox:
             return f"in bubblewrap, {net}, seeing its own files and the system's libraries only"
         who = "as a user of its own" if self.has_users else "as the service's user"
         if not self.landlock:
-            rest = "files and network that this user may use are in its reach" + ("" if self.has_users else ", the service's too")
+            rest = "with all files and the network" if self.has_users else "with the service's files and the network"
+            rest += " that this user may use"
         elif self.landlock < 4 or self.network:
             rest = "with Landlock, so seeing its own files and the system's libraries only, with the network"
         else:

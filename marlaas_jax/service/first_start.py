@@ -19,7 +19,6 @@ def data_folder(path: Path) -> Iterator[Path]:
     """Makes the folder and keeps other services out of it. Raises StorageError or InvalidConfig."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        path.chmod(0o700)  # keys, jobs and checkpoints are for this user only
         lock = (path / "service.lock").open("w")
     except OSError as error:
         raise StorageError(f"data_dir={str(path)!r}: cannot be written ({error.strerror})") from None

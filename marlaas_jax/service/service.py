@@ -35,6 +35,7 @@ from marlaas_jax.store.engine import Store
 from marlaas_jax.store.jobs import LIVE, JobRecord, JobState
 from marlaas_jax.store.tenants import Tenant
 from marlaas_jax.workers.controller import DEVICE_MODULE, Controller
+from marlaas_jax.workers.controller_files import writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_status import FAILED, PAUSED, JobStatus
 from marlaas_jax.workers.sandbox.rules import MIB, Limits
@@ -427,7 +428,11 @@ class Service:
 def choose_sandbox(config: ServiceConfig) -> Sandbox | None:
     """Returns where uploaded code will run, and says so in the log. Raises InvalidConfig where it cannot be as asked for."""
     limits = Limits(total_memory_bytes=config.sandbox_memory_mib * MIB, address_space_bytes=config.sandbox_memory_mib * MIB)
-    sandbox = Sandbox.choose(config.sandbox, network=config.sandbox_network, hidden=Path(config.data_dir), limits=limits)
+    folder = Path(config.data_dir)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # keys, jobs and checkpoints are for this user only
+    sandbox = Sandbox.choose(config.sandbox, network=config.sandbox_network, hidden=folder, limits=limits)
     if sandbox is None or sandbox.is_weak:
         log.warning("sandbox=%s: uploaded code runs %s", config.sandbox, NO_SANDBOX if sandbox is None else sandbox.text)
     else:

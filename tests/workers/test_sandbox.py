@@ -48,7 +48,12 @@ def box(request, tmp_path_factory):
 
 def tried(box, body, timeout_s=30.0, **changes):
     """Runs `body` as a reward function that returns 1.0 at its end; returns what is wrong, or None."""
-    code = HEAD + "def reward(prompt, completion, item):\n" + "".join(f"    {line}\n" for line in body.splitlines()) + "    return 1.0\n"
+    code = (
+        HEAD
+        + "def reward(prompt, completion, item):\n"
+        + "".join(f"    {line}\n" for line in body.splitlines())
+        + "    return 1.0\n"
+    )
     job = validate(JobConfig, {"name": "x", "env": "rewards.py:reward", "rollout": {"step_timeout_s": 20}} | changes)
     checks = EnvChecks(timeout_s, 1)
     try:
@@ -68,7 +73,9 @@ def parsed(fault):
 def reach(path, mode="r"):
     """Code that says whether a path can be opened or listed."""
     how = f"os.listdir({str(path)!r})" if mode == "list" else f"open({str(path)!r}, {mode!r}).close()"
-    return f"try:\n    {how}\n    reached = True\nexcept OSError as error:\n    reached = False\nassert not reached, {str(path)!r}"
+    return (
+        f"try:\n    {how}\n    reached = True\nexcept OSError as error:\n    reached = False\nassert not reached, {str(path)!r}"
+    )
 
 
 def test_what_is_not_its_own_is_out_of_reach(box, monkeypatch):
@@ -128,7 +135,9 @@ raise RuntimeError('<' + json.dumps(seen) + '>')"""
 @pytest.mark.slow
 def test_memory_is_bounded(box):
     assert "MemoryError" in tried(box, "x = bytearray(2 << 30)")
-    body = "for _ in range(3):\n    if os.fork() == 0:\n        x = bytearray(400 << 20)\n        time.sleep(60)\ntime.sleep(60)"
+    body = (
+        "for _ in range(3):\n    if os.fork() == 0:\n        x = bytearray(400 << 20)\n        time.sleep(60)\ntime.sleep(60)"
+    )
     assert "MiB of memory; 600 are allowed" in tried(box, body)
 
 
@@ -162,6 +171,8 @@ def test_hidden_folder_within_what_is_readable_is_refused(tmp_path):
 
 def test_bubblewrap_that_is_not_there_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(sandboxes.shutil, "which", lambda name: None)
-    with pytest.raises(InvalidConfig, match=r"sandbox='bubblewrap': not possible here, bwrap is not installed .*set sandbox: process"):
+    with pytest.raises(
+        InvalidConfig, match=r"sandbox='bubblewrap': not possible here, bwrap is not installed .*set sandbox: process"
+    ):
         Sandbox.choose("bubblewrap", network=False, hidden=tmp_path)
     assert Sandbox.choose("none", network=False, hidden=tmp_path) is None

@@ -80,6 +80,10 @@ class AsyncClient:
         """Returns in one line what a job waits for."""
         return (await self._wire.json("GET", f"{_path(job_id)}/why"))["why"]
 
+    async def env_workers(self) -> dict[str, Any]:
+        """Returns where your own environment workers join (`address`, `server_key`) and which have (`connected`)."""
+        return await self._wire.json("GET", "/v1/env-workers")
+
     async def pause(self, job_id: str) -> Job:
         """Pauses a queued or running job."""
         return Job.of(await self._wire.json("POST", f"{_path(job_id)}/pause"))

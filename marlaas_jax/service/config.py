@@ -36,6 +36,8 @@ class ServiceConfig(Section):
     sandbox: Setting = "auto"
     sandbox_network: bool = False  # uploaded code may use the network
     sandbox_memory_mib: Annotated[int, Field(ge=256, le=1 << 24)] = 4096  # of one worker with all that it starts
+    # tcp://HOST:PORT at which tenants' own environment workers join (and the port after it); None: they do not
+    env_workers_at: Annotated[str, Field(pattern=r"^tcp://[^/:]+:\d{1,5}$")] | None = None
     check_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0  # for a job's environment to be tried before it is queued
     checks_at_once: Annotated[int, Field(ge=1, le=64)] = 2  # trials of environments
 

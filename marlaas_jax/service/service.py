@@ -22,13 +22,14 @@ from typing import Any
 import sqlalchemy as sa
 
 from marlaas_jax.config import JobConfig
-from marlaas_jax.errors import InvalidRequest, MarlaasError, NotFound, QuotaExceeded, StorageError
+from marlaas_jax.errors import InvalidConfig, InvalidRequest, MarlaasError, NotFound, QuotaExceeded, StorageError
 from marlaas_jax.service.admission import Admission, QueuedJob, TenantState, reasons
 from marlaas_jax.service.config import ServiceConfig, check_fits
 from marlaas_jax.service.env_check import EnvChecks
 from marlaas_jax.service.events import EventStream
 from marlaas_jax.service.files import check_upload, localized, move_upload, write_upload
 from marlaas_jax.service.quotas import Load, Quotas, why_refused
+from marlaas_jax.service.strangers import TenantWorkers
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store import tenants as tenant_table
 from marlaas_jax.store.engine import Store
@@ -38,6 +39,7 @@ from marlaas_jax.workers.controller import DEVICE_MODULE, Controller
 from marlaas_jax.workers.controller_files import writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_status import FAILED, PAUSED, JobStatus
+from marlaas_jax.workers.remote_worker import REMOTE
 from marlaas_jax.workers.sandbox.rules import MIB, Limits
 from marlaas_jax.workers.sandbox.sandbox import NO_SANDBOX, Room, Sandbox
 
@@ -68,6 +70,7 @@ class Service:
         self._uploads = self.data_dir / "uploads"  # until their job is in the store
         self._tasks: set[asyncio.Task[Any]] = set()
         self.sandbox: Sandbox | None = None  # chosen by `serve`
+        self.tenant_workers: TenantWorkers | None = None  # how tenants' own environment workers join; None: they do not
         self._rooms: dict[str, Room] = {}  # of jobs in the controller that run a tenant's file, by id
         self._checks = EnvChecks(config.check_timeout_s, config.checks_at_once)
         self.controller = Controller(
@@ -88,6 +91,9 @@ class Service:
             self._tenants[tenant.id] = tenant
 
         self.sandbox = self.controller.sandbox = await asyncio.to_thread(choose_sandbox, self.config)
+        if self.config.env_workers_at is not None:
+            self.tenant_workers = TenantWorkers(self.config.env_workers_at, self.data_dir, self.store)
+            self.controller.strangers = self.tenant_workers
 
         def started() -> None:
             self.controller.start_device()
@@ -140,6 +146,8 @@ class Service:
         check_fits(config, self.controller.runtime)
         check_upload(files)
         localized(config, files, Path("/"))
+        if config.env.startswith(REMOTE) and self.tenant_workers is None:
+            raise InvalidConfig(f"env={config.env!r}: this service takes no environment workers of tenants (env_workers_at)")
         if refused := why_refused(self.quotas_of(tenant), self._load(tenant), jobs=1):
             raise QuotaExceeded(refused)
         self._submitting[tenant.id] += 1
@@ -305,7 +313,8 @@ class Service:
             if config.lora.init_from is not None:
                 changes["lora"] = config.lora.model_copy(update={"init_from": self._adapter_path(config.lora.init_from)})
             config = localized(config, names, files).model_copy(update=changes)
-            job = self.controller.add(config, folder, resume=(folder / "state.json").is_file(), room=room)
+            resume = (folder / "state.json").is_file()
+            job = self.controller.add(config, folder, resume, room, record.tenant_id)
             if job.is_over:  # it ended before a crash, and the store was not told
                 self._on_over(job)
         except (MarlaasError, ValueError) as error:

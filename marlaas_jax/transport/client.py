@@ -191,6 +191,9 @@ class Client:
             self._lose(f"the connection to {self.address} failed: {error!r}")
         finally:
             self._lose("this client is closed")
+            if self._server_key is not None:  # nobody over there sees our process end
+                with contextlib.suppress(zmq.ZMQError):
+                    self._socket.send_multipart([header(flow.BYE), b""], zmq.NOBLOCK)
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close()

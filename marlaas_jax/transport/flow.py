@@ -11,7 +11,7 @@ from collections import deque
 
 from marlaas_jax.messages import PROTOCOL_VERSION, Message
 
-HELLO, WELCOME, REFUSED, DATA, CREDIT, BEAT, GONE = (bytes([c]) for c in b"hwrdcbg")
+HELLO, WELCOME, REFUSED, DATA, CREDIT, BEAT, GONE, BYE = (bytes([c]) for c in b"hwrdcbgy")
 MAGIC = b"ML"
 DEFAULT_WINDOW = 1024
 DEFAULT_HEARTBEAT_S = 1.0

@@ -8,7 +8,7 @@ One connection is one session: a worker that restarts has a new worker id, and w
 given up is ignored. Heartbeats have a thread and a socket of their own, so no busy loop and no busy peer looks dead.
 Every method but those of the heartbeat thread is for the event loop's thread only.
 
-A server may have more doors, `Server(..., joined_to=server)`: peers of all doors are reached and heard through the first. A door
+A server may have more doors, `Server(..., joined_to=server)`: peers of all doors are reached and heard through the first. One
 with a gate asks it about every Hello; one for strangers is told a key pair (CURVE), small frames and a small window. What a
 peer can make a door keep is bounded: its window, one Hello at a time, frames up to `max_frame_bytes`.
 """
@@ -224,6 +224,8 @@ class Server:
                 self._malformed(identity, f"credit {payload.hex()}")
                 return
             self._flush(peer)
+        elif kind == flow.BYE:
+            self.lose(peer.worker_id, "it left")
         else:
             self._malformed(identity, f"kind {kind!r}")
 

@@ -75,12 +75,13 @@ from marlaas_jax.transport.flow import PeerLost
 from marlaas_jax.transport.server import Server
 from marlaas_jax.workers import folder_lock
 from marlaas_jax.workers.controller_device import SILENCE_S, DeviceLink
-from marlaas_jax.workers.controller_doors import Doors, job_of
+from marlaas_jax.workers.controller_doors import Doors, Strangers, job_of
 from marlaas_jax.workers.controller_files import Log, writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_processes import Processes
 from marlaas_jax.workers.controller_render import Renderer
 from marlaas_jax.workers.controller_status import FINISHING, PAUSED, PAUSING, RUNNING, STARTING, JobStatus, RunStatus
+from marlaas_jax.workers.remote_worker import REMOTE
 from marlaas_jax.workers.sandbox.sandbox import Room, Sandbox
 from marlaas_jax.workers.supervisor import Exited, GaveUp, Restarted
 
@@ -120,7 +121,8 @@ class Controller:
         is_strict: bool = False,
         device_module: str = DEVICE_MODULE,
     ):
-        self.sandbox: Sandbox | None = None  # to be set before `serve`
+        self.sandbox: Sandbox | None = None  # to be set before `serve`, as the next one
+        self.strangers: Strangers | None = None  # how tenants' own workers join
         self.runtime = runtime  # every size filled in
         self.folder = folder.resolve()
         self.jobs: dict[str, Job] = {}
@@ -173,7 +175,7 @@ class Controller:
             with writing(self._runtime_path):
                 self._runtime_path.write_text(document)
             self._renderer = Renderer(tokenizer, self._on_rendered)
-            async with Doors(self.jobs, self.sandbox) as doors:
+            async with Doors(self.jobs, self.sandbox, self.strangers) as doors:
                 self._doors, self._server = doors, doors.server
                 addresses = (doors.server.address, doors.confined_address)
                 self._processes = Processes(*addresses, self.folder, self._device_module, self.runtime.env_workers)
@@ -210,10 +212,10 @@ class Controller:
         if not self._processes.has_device:
             self._processes.start_device(self._runtime_path)
 
-    def add(self, config: JobConfig, folder: Path, resume: bool, room: Room | None = None) -> Job:
+    def add(self, config: JobConfig, folder: Path, resume: bool, room: Room | None = None, owner: str = "") -> Job:
         """Takes a job in: a new one, or with `resume` one that has a history in `folder`. Its name must not be in use."""
         assert config.name not in self.jobs, config.name
-        job = Job(config, folder, room)
+        job = Job(config, folder, room, owner)
         try:
             job.open(resume=resume)
         except CorruptFile as error:  # of this job: the others go on
@@ -262,8 +264,10 @@ class Controller:
     def _open(self, job: Job) -> None:
         """Gets a job its workers and its place on the device."""
         self.orchestrator.register(job.name, job.pool, job.config.weight)
-        self._processes.start_data_worker(job.data_worker, job.data_room)
-        self._processes.start_pool(job.pool, job.room)
+        if not job.has_remote_data:
+            self._processes.start_data_worker(job.data_worker, job.data_room)
+        if not job.is_remote:
+            self._processes.start_pool(job.pool, job.room)
         self._reload(job)  # for those that are there already; others ask by their Hello
         if self._device.worker_id:
             self._add_to_device(job)
@@ -452,6 +456,10 @@ class Controller:
             return str(error)
         return ""
 
+    def env_workers(self, owner: str) -> tuple[str, dict[str, int]]:
+        """Returns where tenants' own environment workers join, and how many of this tenant have, by environment."""
+        return self._doors.remote_address, self._doors.connected(owner)
+
     def check_replies(self, env: str, roles: tuple[str, ...]) -> None:
         """Raises InvalidConfig where the model's chat template cannot append messages of these roles to a sampled turn."""
         try:
@@ -501,7 +509,19 @@ class Controller:
         if worker_id == self._device.worker_id:
             self._device_gone(now)
         elif message.role == "environment":
-            self.orchestrator.on_worker_lost(worker_id, reason, now, pool=self._processes.pool_of(name))
+            may_leave = self._processes.is_adopted(name)
+            self.orchestrator.on_worker_lost(worker_id, reason, now, pool=self._processes.pool_of(name), may_leave=may_leave)
+        self._adopted_left(worker_id, name, now)
+
+    def _adopted_left(self, worker_id: str, name: str, now: float) -> None:
+        """A tenant's own worker went: items that it owes are asked of another, or wait until there is one."""
+        group = self._processes.group_of(name) if self._processes.is_adopted(name) else ""
+        self._processes.abandon(worker_id)
+        for job in self.jobs.values():
+            if group and job.is_live and job.data_worker == group:
+                is_there = bool(self._processes.adopted(group))
+                tell = self.orchestrator.on_data_worker_ready if is_there else self.orchestrator.on_data_worker_lost
+                tell(job.name, now)
 
     def _device_gone(self, now: float) -> None:
         """Every job goes on from its committed step, as a new incarnation, when the next device is there."""
@@ -547,8 +567,17 @@ class Controller:
             self._server.lose(self._device.worker_id, f"the device said nothing for {SILENCE_S:.0f} s")
         for job in self.jobs.values():
             limit = {STARTING: START_TIMEOUT_S, PAUSING: FINISH_TIMEOUT_S, FINISHING: FINISH_TIMEOUT_S}.get(job.state)
-            if limit is not None and now - job.since > limit:
+            if self._waits_for_owner(job):
+                job.since = now
+            elif limit is not None and now - job.since > limit:
                 self._fail_job(job, "WorkerLost", f"no end within {limit:.0f} s of {self._why(job, now)}")
+
+    def _waits_for_owner(self, job: Job) -> bool:
+        """Whether nothing but a worker of the job's owner, who may take any time, is missing."""
+        if not job.is_remote or job.state not in (STARTING, RUNNING) or (job.state == STARTING and job.device_ready is None):
+            return False
+        groups = (job.pool, job.data_worker) if job.has_remote_data else (job.pool,)
+        return not all(self._processes.adopted(group) for group in groups)
 
     def _reload(self, job: Job) -> None:
         """Tells the workers of a job about its new incarnation."""
@@ -705,6 +734,9 @@ class Controller:
     def _why(self, job: Job, now: float) -> str:
         if job.is_over:
             return ""
+        if self._waits_for_owner(job):
+            name = job.config.env.removeprefix(REMOTE)
+            return f"env worker: none of yours is connected; start one with `marlaas env-worker --name {name}`"
         if job.state == PAUSED:
             return "pause: waits to be resumed"
         if job.state == PAUSING:

@@ -106,6 +106,10 @@ class Processes:
                 return Credentials(worker.token, role, worker.spec.confined is not None)
         return None
 
+    def is_adopted(self, name: str) -> bool:
+        """Whether somebody else started the worker at a place."""
+        return name in self._adopted
+
     def is_strange(self, name: str) -> bool:
         """Whether the worker at a place may be another program than ours: it is confined, or was adopted."""
         worker = self._supervisor.workers.get(name)

@@ -26,6 +26,7 @@ from marlaas_jax.messages import EnvDone, EnvError, encode_json
 from marlaas_jax.workers import lifeline
 from marlaas_jax.workers.env_answers import MAX_ITEM_BYTES, to_message
 from marlaas_jax.workers.env_checks import check_environment
+from marlaas_jax.workers.remote_worker import REMOTE
 from marlaas_jax.workers.user_calls import Failure, UserCalls
 
 COMPLETION = "The answer is 42."
@@ -58,6 +59,10 @@ class _Trial:
     async def run(self) -> tuple[str, ...]:
         """Returns the reply roles. Raises _Fault, UserError or EnvLookupError."""
         job = self._job
+        if job.env.startswith(REMOTE):  # it runs elsewhere; its items may be here
+            if job.data is not None:
+                open_splits(job.data)
+            return ()
         check_environment(job)
         family = await self._call("it is loaded", LOAD_TIMEOUT_S, registry.load, job.env)
         roles: tuple[str, ...] = ()

@@ -158,7 +158,7 @@ def test_where_an_exception_came_from():
 
 
 def test_uploaded_code_trains_in_the_sandbox_and_a_bad_one_never_reaches_the_queue(tmp_path):
-    """Over HTTP, with the sandbox that works here: state is stated, a bad job is 422 and nowhere, a good one trains to its end."""
+    """Over HTTP, with the sandbox that works here: it is stated, a bad job is refused, a good one trains to its end."""
     with live(tmp_path, sandbox="auto") as service:
         client = service.client("ann")
         with httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {service.key('ann')}"}) as http:

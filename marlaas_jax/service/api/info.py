@@ -4,6 +4,7 @@ from importlib import metadata
 
 from fastapi import APIRouter, Response, Security
 
+from marlaas_jax.errors import NotFound
 from marlaas_jax.service.api.json_body import Json
 from marlaas_jax.service.api.route import Caller, KeyRoute, TheApi, bearer
 from marlaas_jax.workers.sandbox.sandbox import NO_SANDBOX
@@ -28,3 +29,13 @@ async def info(api: TheApi, caller: Caller) -> Response:
             },
         }
     )
+
+
+@router.get("/env-workers")
+async def env_workers(api: TheApi, caller: Caller) -> Response:
+    """Shows how a tenant's own environment workers join: the address, the service's public key (CURVE, Z85); and who has."""
+    service = api.service
+    if service.tenant_workers is None:
+        raise NotFound("this service takes no environment workers of tenants (env_workers_at)")
+    address, connected = service.controller.env_workers(caller.id)
+    return Json({"address": address, "server_key": service.tenant_workers.public_key, "connected": connected})

@@ -122,12 +122,13 @@ class Sandbox:
             rest = "with Landlock, so seeing its own files and the system's libraries only, with the network"
         else:
             rest = "with Landlock, so seeing its own files and the system's libraries only, without TCP"
-        return f"in a process with limits, {who}, {rest}"
+        signals = "" if self.has_users or self.landlock >= 6 else "; it can signal the service's processes"
+        return f"in a process with limits, {who}, {rest}{signals}"
 
     @property
     def is_weak(self) -> bool:
-        """Whether the service's own files are in the reach of uploaded code."""
-        return self.mode == "process" and not self.landlock and not self.has_users
+        """Whether the service's own files or processes are in the reach of uploaded code."""
+        return self.mode == "process" and self.landlock < 6 and not self.has_users
 
     def room(self, files: Path | Mapping[str, bytes]) -> "Room":
         """Returns a job's room with a copy of its files. Raises StorageError."""

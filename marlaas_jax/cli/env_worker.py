@@ -29,7 +29,7 @@ def run(connect: str | None, key: str | None, server_key: str | None, url: str |
     if connect is None or server_key is None:
         with Client(url, key) as client:
             told = client.env_workers()
-        connect, server_key = connect or told["address"], server_key or told["server_key"]
+        connect, server_key = str(connect or told["address"]), str(server_key or told["server_key"])
     if not re.fullmatch(r"tcp://[^/]+:\d+", connect):
         raise InvalidConfig(f"--connect={short(connect)}: must read tcp://HOST:PORT")
     if len(server_key) != _KEY_CHARACTERS:

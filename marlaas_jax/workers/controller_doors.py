@@ -147,8 +147,9 @@ class Doors:
             return "name: must be 1 to 64 letters, digits, dots, dashes and underscores"
         if not _STRANGER_ID.fullmatch(hello.worker_id) or hello.worker_id in self._credentials:
             return "its worker id is not one that a worker from elsewhere may have"
-        is_key = isinstance(secret, str) and len(secret) <= MAX_KEY_CHARACTERS
-        found = await self._strangers.identify(secret) if is_key else None
+        found = None
+        if isinstance(secret, str) and len(secret) <= MAX_KEY_CHARACTERS:
+            found = await self._strangers.identify(secret)
         if found is None:
             return "the API key is unknown or revoked"
         tenant, _ = found

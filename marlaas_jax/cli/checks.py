@@ -5,22 +5,21 @@ read and never run, nor is an environment of another package. What stands for "t
 known without asking JAX for its devices.
 """
 
-import ast
 import math
 import os
 from pathlib import Path
 from typing import Any
 
-from marlaas_envs import registry
 from marlaas_envs.protocol import EnvLookupError
 from marlaas_jax.config import JobConfig, RunConfig, RuntimeConfig
 from marlaas_jax.engine import buckets as engine_buckets
-from marlaas_jax.errors import InvalidConfig, NotFound, UserError
+from marlaas_jax.errors import InvalidConfig, UserError
 from marlaas_jax.learner import buckets as learner_buckets
 from marlaas_jax.model import usable
 from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.rl import objective
 from marlaas_jax.text.tokenizer import Tokenizer
+from marlaas_jax.workers.env_checks import check_environment, check_items
 
 
 def check(config: RunConfig, resume: bool = False) -> RunConfig:
@@ -30,8 +29,8 @@ def check(config: RunConfig, resume: bool = False) -> RunConfig:
     tokenizer = Tokenizer.load(folder, runtime.chat_template)
     for job in config.jobs:
         try:
-            _check_environment(job, tokenizer)
-            _check_items(job)
+            check_environment(job, tokenizer.check_followups)
+            check_items(job)
             if job.lora.init_from is not None and not resume:
                 _check_adapter(job, runtime, model, folder)
         except (UserError, EnvLookupError) as error:
@@ -39,76 +38,7 @@ def check(config: RunConfig, resume: bool = False) -> RunConfig:
     return RunConfig(runtime=_filled_runtime(runtime, model), jobs=tuple(map(_filled_job, config.jobs)))
 
 
-# ---- environments, items, adapters
-
-
-def _check_environment(job: JobConfig, tokenizer: Tokenizer) -> None:
-    path, _, attribute = job.env.rpartition(":")
-    if path.endswith(".py"):
-        _check_file(job, Path(path), attribute)
-    elif (family_name := job.env.partition(":")[0]) in registry.BUILT_IN:
-        env = registry.make(registry.load(job.env), job.env, job.env_args)
-        if roles := getattr(env, "reply_roles", ()):
-            try:
-                tokenizer.check_followups(roles)
-            except UserError as error:
-                raise InvalidConfig(f"env={job.env!r} answers in turns of the role {'/'.join(roles)}, but {error}") from None
-    elif family_name not in registry.names():
-        registry.load(job.env)  # raises, naming those that there are
-
-
-def _check_file(job: JobConfig, path: Path, attribute: str) -> None:
-    """A user's file, by its syntax tree: the name is defined, and there are items."""
-    if not path.is_file():
-        raise NotFound(f"env={job.env!r}: no such file")
-    try:
-        tree = ast.parse(path.read_bytes(), str(path))
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        raise InvalidConfig(f"env={job.env!r}: the file is not Python ({getattr(error, 'msg', error)}, line {line})") from None
-    names = _defined(tree.body)
-    if "*" in names:
-        return
-    if attribute not in names:
-        public = ", ".join(name for name in names if not name.startswith("_")) or "none"
-        raise InvalidConfig(f"env={job.env!r}: the file defines no {attribute!r}; it defines {public}")
-    if job.data is None and "ITEMS" not in names and not isinstance(names[attribute], ast.ClassDef | ast.Assign | ast.alias):
-        raise InvalidConfig(f"env={job.env!r}: it has no items; give `data.source`, or a list ITEMS in the file")
-
-
-def _defined(body: list[ast.stmt]) -> dict[str, ast.AST]:
-    """Returns the names that a module's statements bind, with what binds them; "*": a star import, so there may be others."""
-    names: dict[str, ast.AST] = {}
-    for statement in body:
-        match statement:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                names[statement.name] = statement
-            case ast.Import() | ast.ImportFrom():
-                names |= {(alias.asname or alias.name).partition(".")[0]: alias for alias in statement.names}
-            case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
-                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                found = [node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
-                names |= {node.id: statement for node in found}
-            case _:  # if, try, with, for: what is bound inside is bound outside
-                for field in ("body", "orelse", "handlers", "finalbody"):
-                    for inner in getattr(statement, field, []):
-                        names |= _defined(inner.body if isinstance(inner, ast.ExceptHandler) else [inner])
-    return names
-
-
-def _check_items(job: JobConfig) -> None:
-    """The first items of the job's files, or of a built-in environment."""
-    if job.data is not None:
-        from marlaas_jax.data import dataset
-
-        dataset.from_config(job.data, job.seed)
-    elif not job.env.rpartition(":")[0].endswith(".py") and job.env.partition(":")[0] in registry.BUILT_IN:
-        family = registry.load(job.env)
-        for split in ("train", "eval"):
-            items = registry.dataset(family, job.env, split, job.seed, job.env_args)
-            if not len(items):
-                raise InvalidConfig(f"env={job.env!r}: there is no {split} item")
-            items[0]
+# ---- adapters
 
 
 def _check_adapter(job: JobConfig, runtime: RuntimeConfig, model: ModelConfig, folder: Path) -> None:

@@ -21,6 +21,7 @@ from marlaas_jax.service.first_start import admin_key, data_folder
 from marlaas_jax.service.service import Service
 from marlaas_jax.store.engine import Store
 from marlaas_jax.workers.controller import DEVICE_MODULE
+from marlaas_jax.workers.sandbox.sandbox import NO_SANDBOX
 
 START_LIMIT_S = 120.0  # until a service in the background answers
 
@@ -28,6 +29,7 @@ START_LIMIT_S = 120.0  # until a service in the background answers
 def run(file: Path | None, overrides: list[str], json: bool, device_module: str = DEVICE_MODULE) -> None:
     """Serves until it is told to stop. Raises UserError for a bad start."""
     config = load_service(file, overrides)
+    os.umask(0o077)  # also where a folder was made by somebody else
     logging.basicConfig(level=logging.WARNING, format="%(name)s %(levelname)s %(message)s")
     with (
         data_folder(Path(config.data_dir)) as folder,
@@ -97,10 +99,13 @@ async def _serve(service: Service, listening: socket.socket, json: bool) -> None
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    await serving.serve(service, listening, lambda url: _on_ready(service.config, url, json), stop)
+    await serving.serve(service, listening, lambda url: _on_ready(service, url, json), stop)
 
 
-def _on_ready(config: ServiceConfig, url: str, json: bool) -> None:
+def _on_ready(service: Service, url: str, json: bool) -> None:
+    config, sandbox = service.config, service.sandbox
+    where = NO_SANDBOX if sandbox is None else sandbox.text
+    _tell(json, "sandbox", f"uploaded code runs {where}", mode="none" if sandbox is None else sandbox.mode, where=where)
     _tell(json, "ready", _ready_text(config, url), url=url, data_dir=config.data_dir)
 
 

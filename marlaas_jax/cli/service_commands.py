@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
     for command in (sweep, sweeps, usage, fairness):
         app.command()(command)
+    app.command("env-worker")(env_worker)
     app.add_typer(tenant_app, name="tenant")
 
 
@@ -244,6 +245,22 @@ def fairness(
 
     with remote():
         command.fairness(command.Target(url, api_key), window, json)
+
+
+def env_worker(
+    env: Annotated[str, typer.Argument(help="What it runs: my_env.py, my_env.py:function, or a family as words:last_word.")],
+    connect: Annotated[str | None, typer.Option(help="tcp://HOST:PORT of the service; asked of --url when left out.")] = None,
+    key: Annotated[str | None, typer.Option(envvar="MARLAAS_API_KEY", help="Your API key.")] = None,
+    server_key: Annotated[str | None, typer.Option(help="The service's public key; asked of --url when left out.")] = None,
+    name: Annotated[str | None, typer.Option(help="Jobs say `env: remote:NAME`; default: the file's name.")] = None,
+    url: Url = None,
+) -> None:
+    """Runs an environment here for your jobs on a service, over an encrypted connection, until it is interrupted."""
+    from marlaas_jax.cli import env_worker as command
+
+    with remote():
+        code = command.run(connect, key, server_key, url, env, name)
+    raise typer.Exit(code)
 
 
 def _act(action: str, job: str, url: str | None, api_key: str | None, json: bool) -> None:

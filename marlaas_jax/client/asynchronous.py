@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from marlaas_jax.client import job_files, sampling
 from marlaas_jax.client.records import Choice, Completion, Event, Job, Key, Sweep, Tenant
-from marlaas_jax.client.wire import Wire
+from marlaas_jax.client.wire import SUBMIT_TIMEOUT, Wire
 from marlaas_jax.errors import InvalidConfig, StorageError, Unreachable
 
 PAGE = 100
@@ -60,7 +60,8 @@ class AsyncClient:
         """
         packed = await asyncio.to_thread(_packed, job, files or {})
         body = {**packed.job, **({} if name is None else {"name": name}), "priority": priority, "labels": dict(labels or {})}
-        return Job.of(await self._wire.json("POST", "/v1/jobs", body={**body, "files": _encoded(packed.files)}))
+        body["files"] = _encoded(packed.files)
+        return Job.of(await self._wire.json("POST", "/v1/jobs", body=body, timeout=SUBMIT_TIMEOUT))
 
     async def quote(
         self, job: Mapping[str, Any] | str | Path, *, files: Mapping[str, bytes | Path] | None = None
@@ -85,6 +86,10 @@ class AsyncClient:
     async def why(self, job_id: str) -> str:
         """Returns in one line what a job waits for."""
         return (await self._wire.json("GET", f"{_path(job_id)}/why"))["why"]
+
+    async def env_workers(self) -> dict[str, Any]:
+        """Returns where your own environment workers join (`address`, `server_key`) and which have (`connected`)."""
+        return await self._wire.json("GET", "/v1/env-workers")
 
     async def pause(self, job_id: str) -> Job:
         """Pauses a queued or running job."""
@@ -114,7 +119,7 @@ class AsyncClient:
         """Queues a new job like another but for the changes, nested as in a job file."""
         packed = await asyncio.to_thread(_packed, changes or {}, files or {})
         body = {"changes": packed.job, "files": _encoded(packed.files), "priority": priority, "labels": labels}
-        return Job.of(await self._wire.json("POST", f"{_path(job_id)}/clone", body=body))
+        return Job.of(await self._wire.json("POST", f"{_path(job_id)}/clone", body=body, timeout=SUBMIT_TIMEOUT))
 
     async def delete(self, job_id: str) -> None:
         """Deletes an ended job and all its files."""

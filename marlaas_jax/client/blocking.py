@@ -100,6 +100,7 @@ class Client:
     jobs = _iterating(AsyncClient.jobs)
     job = _blocking(AsyncClient.job)
     why = _blocking(AsyncClient.why)
+    env_workers = _blocking(AsyncClient.env_workers)
     pause = _blocking(AsyncClient.pause)
     resume = _blocking(AsyncClient.resume)
     cancel = _blocking(AsyncClient.cancel)

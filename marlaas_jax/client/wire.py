@@ -17,6 +17,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 5.0
 SILENCE_S = 45.0  # three heartbeats of a stream
 TIMEOUT = httpx.Timeout(30.0, connect=5.0, write=300.0)
+SUBMIT_TIMEOUT = httpx.Timeout(600.0, connect=5.0, write=300.0)  # the service tries the environment first
 STREAM_TIMEOUT = httpx.Timeout(30.0, connect=5.0, read=SILENCE_S)
 SAMPLING = ("/v1/completions", "/v1/chat/completions")
 SAMPLING_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
@@ -46,13 +47,25 @@ class Wire:
         await self._http.aclose()
 
     async def json(
-        self, method: str, path: str, *, params: Mapping[str, Any] | None = None, body: object = None
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, Any] | None = None,
+        body: object = None,
+        timeout: httpx.Timeout = TIMEOUT,
     ) -> dict[str, Any]:
         """Returns the answer's document."""
-        return (await self.request(method, path, params=params, body=body)).json()
+        return (await self.request(method, path, params=params, body=body, timeout=timeout)).json()
 
     async def request(
-        self, method: str, path: str, *, params: Mapping[str, Any] | None = None, body: object = None
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, Any] | None = None,
+        body: object = None,
+        timeout: httpx.Timeout = TIMEOUT,
     ) -> httpx.Response:
         """Sends until it is answered, for at most `patience_s`. A POST is done once, however often it was sent.
 

@@ -5,15 +5,14 @@ seeds. Imports grain, which imports JAX: only the data worker's process loads th
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import grain
 
 from marlaas_jax.config import DataConfig
-from marlaas_jax.data import mapping
-from marlaas_jax.data.sources import Source, open_source
+from marlaas_jax.data.sources import Source
+from marlaas_jax.data.splits import open_splits
 from marlaas_jax.errors import CorruptFile, InvalidRequest
 
 UNLIMITED = 1 << 31  # a source of this length or more generates items without end, already in random order
@@ -50,23 +49,12 @@ def from_sources(train: Source, held_out: Source, seed: int) -> JobDataset:
 
 def from_config(config: DataConfig, seed: int) -> JobDataset:
     """Returns the data set of files. Without `eval_source` the last tenth of `source`, at least one item, is held out."""
-    mapping.check(config)
-    source = open_source(config.source)
-    if config.eval_source is not None:
-        train, held_out = source, open_source(config.eval_source)
-    else:
-        if len(source) < 2:
-            raise CorruptFile(f"data.source={config.source!r}: it has 1 item; at least 2 are needed, as one is held out")
-        num_train = len(source) - max(1, len(source) // 10)
-        train, held_out = _Part(source, 0, num_train), _Part(source, num_train, len(source))
-    to_item = functools.partial(mapping.to_item, config=config)
-    to_item(train[0])  # a wrong field is told before the job starts
-    to_item(held_out[0])
+    splits = open_splits(config)
     return JobDataset(
-        len(train),
-        len(held_out),
-        _shuffled(train, seed, repeat=True).map(to_item),
-        _shuffled(held_out, _EVAL_SEED, repeat=False).map(to_item),
+        len(splits.train),
+        len(splits.held_out),
+        _shuffled(splits.train, seed, repeat=True).map(splits.to_item),
+        _shuffled(splits.held_out, _EVAL_SEED, repeat=False).map(splits.to_item),
     )
 
 
@@ -79,16 +67,3 @@ def _shuffled(source: Source, seed: int, repeat: bool) -> Any:
 
 def _length(source: Source) -> int:
     return 0 if len(source) >= UNLIMITED else len(source)
-
-
-class _Part:
-    """Items start..end of a source."""
-
-    def __init__(self, source: Source, start: int, end: int):
-        self._source, self._start, self._num = source, start, end - start
-
-    def __len__(self) -> int:
-        return self._num
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._source[self._start + index]

@@ -65,8 +65,13 @@ class Orchestrator:
         worker.jobs.add(job)
         self._pump(now)
 
-    def on_worker_lost(self, worker_id: str, reason: str, now: float, *, pool: str | None = None) -> None:
-        """A worker is gone: its episodes start again elsewhere. `pool`: of a worker that never became ready."""
+    def on_worker_lost(
+        self, worker_id: str, reason: str, now: float, *, pool: str | None = None, may_leave: bool = False
+    ) -> None:
+        """A worker is gone: its episodes start again elsewhere. `pool`: of a worker that never became ready.
+
+        Too many in a row end the pool's jobs, but for those that `may_leave`.
+        """
         owner = self._workers.pop(worker_id, None) or self.pools.get(pool or "")
         if owner is None:
             return
@@ -76,7 +81,10 @@ class Orchestrator:
             for key in sorted(worker.episodes):
                 if job := self.job_of(key[0]):
                     job.runner.on_episode_lost(key[0], now, blamed=key == blamed, reason=reason)
-        self._count_death(owner, reason, now)
+        if may_leave:
+            owner.last_death = reason
+        else:
+            self._count_death(owner, reason, now)
         self._pump(now)
 
     # ---- jobs
@@ -160,6 +168,10 @@ class Orchestrator:
     def on_data_worker_ready(self, job: str, now: float) -> None:
         """The data worker (again) has the job's items."""
         self._deliver(job, lambda rollout: rollout.runner.on_data_worker_ready(now), now)
+
+    def on_data_worker_lost(self, job: str, now: float) -> None:
+        """Nobody has the job's items for now: what waits for one waits on."""
+        self._deliver(job, lambda rollout: rollout.runner.on_data_worker_lost(), now)
 
     def tick(self, now: float) -> None:
         """Ends what is over its limit."""

@@ -57,6 +57,7 @@ class GroupRunner:
         self._episodes: dict[str, tuple[Group, Episode]] = {}
         self._items: dict[str, Group] = {}
         self._num_items = 0
+        self._is_data_away = False
         self._renders: dict[TurnKey, tuple[Group, str]] = {}  # key -> group, prompt key ("" for a later turn)
         self._requests = Requests(settings, send, now)
 
@@ -252,13 +253,18 @@ class GroupRunner:
 
     def on_data_worker_ready(self, now: float) -> None:
         """Asks again for the items that a lost data worker owes."""
+        self._is_data_away = False
         for group in list(self._items.values()):
             self._request_item(group, now)
+
+    def on_data_worker_lost(self) -> None:
+        """Nobody can answer: items have no limit until somebody can."""
+        self._is_data_away = True
 
     def check_limits(self, now: float) -> None:
         """Ends what is over its limit."""
         for group in list(self.groups.values()):
-            if group.item_request and now - group.since > limits.ITEM_TIMEOUT_S:
+            if group.item_request and now - group.since > limits.ITEM_TIMEOUT_S and not self._is_data_away:
                 self._item_overdue(group, now)
         for group, episode in list(self._episodes.values()):
             if not episode.ended:

@@ -21,6 +21,7 @@ from marlaas_jax.documents import read_yaml
 from marlaas_jax.errors import InvalidConfig, short
 from marlaas_jax.service.prices import Prices
 from marlaas_jax.service.quotas import Quotas
+from marlaas_jax.workers.sandbox.sandbox import Setting
 
 MIN_SLOTS_TO_RESERVE = 8  # with fewer, one slot less would cost the jobs too much
 
@@ -39,6 +40,14 @@ class ServiceConfig(Section):
     quotas: Quotas = Quotas()  # of a tenant that has none of its own
     prices: Prices | None = None  # None: use is told without its cost
     usage_job_days: Annotated[int, Field(ge=1, le=36500)] = 400  # use is kept by job for so long, by tenant for ever
+    # where uploaded code runs: auto is the strongest that works here; none: as the service's user, for code that you trust
+    sandbox: Setting = "auto"
+    sandbox_network: bool = False  # uploaded code may use the network
+    sandbox_memory_mib: Annotated[int, Field(ge=256, le=1 << 24)] = 4096  # of one worker with all that it starts
+    # tcp://HOST:PORT at which tenants' own environment workers join (and the port after it); None: they do not
+    env_workers_at: Annotated[str, Field(pattern=r"^tcp://[^/:]+:\d{1,5}$")] | None = None
+    check_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0  # for a job's environment to be tried before it is queued
+    checks_at_once: Annotated[int, Field(ge=1, le=64)] = 2  # trials of environments
 
     @property
     def db_url(self) -> str:

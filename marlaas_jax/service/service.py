@@ -23,12 +23,21 @@ from typing import Any
 import sqlalchemy as sa
 
 from marlaas_jax.config import JobConfig, validate
-from marlaas_jax.errors import CorruptFile, InvalidRequest, MarlaasError, NotFound, QuotaExceeded, StorageError
+from marlaas_jax.errors import (
+    CorruptFile,
+    InvalidConfig,
+    InvalidRequest,
+    MarlaasError,
+    NotFound,
+    QuotaExceeded,
+    StorageError,
+)
 from marlaas_jax.messages import DeviceStatus
 from marlaas_jax.rollout.records import Wait
 from marlaas_jax.service import quotes
 from marlaas_jax.service.admission import Admission, QueuedJob, TenantState, reasons
 from marlaas_jax.service.config import ServiceConfig, check_fits
+from marlaas_jax.service.env_check import EnvChecks
 from marlaas_jax.service.events import EventStream
 from marlaas_jax.service.fair_share import FairShare
 from marlaas_jax.service.files import check_upload, localized, move_upload, write_upload
@@ -38,6 +47,7 @@ from marlaas_jax.service.quotas import Load, Quotas, is_reached, why_queued, why
 from marlaas_jax.service.rates import Rates
 from marlaas_jax.service.rollback import LEAVE_S, Rollbacks
 from marlaas_jax.service.sampling import SamplingDesk
+from marlaas_jax.service.strangers import TenantWorkers
 from marlaas_jax.service.sweeps import Sweeps
 from marlaas_jax.store import jobs as job_table
 from marlaas_jax.store import tenants as tenant_table
@@ -46,9 +56,13 @@ from marlaas_jax.store.engine import Store
 from marlaas_jax.store.jobs import LIVE, JobRecord, JobState
 from marlaas_jax.store.tenants import Tenant
 from marlaas_jax.workers.controller import DEVICE_MODULE, Controller
+from marlaas_jax.workers.controller_files import writing
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_status import FAILED, PAUSED, RUNNING, STARTING, JobStatus
 from marlaas_jax.workers.controller_why import told_in_one_line
+from marlaas_jax.workers.remote_worker import REMOTE
+from marlaas_jax.workers.sandbox.rules import MIB, Limits
+from marlaas_jax.workers.sandbox.sandbox import NO_SANDBOX, Room, Sandbox
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +95,10 @@ class Service:
         self.rates = Rates()
         self._over_quota: set[str] = set()  # jobs that are being paused to wait in the queue
         self.sweeps = Sweeps(self)
+        self.sandbox: Sandbox | None = None  # chosen by `serve`
+        self.tenant_workers: TenantWorkers | None = None  # how tenants' own environment workers join; None: they do not
+        self._rooms: dict[str, Room] = {}  # of jobs in the controller that run a tenant's file, by id
+        self._checks = EnvChecks(config.check_timeout_s, config.checks_at_once)
         self.controller = Controller(
             config.sized_runtime(),
             self.data_dir,
@@ -112,6 +130,11 @@ class Service:
         await self.metering.start()
         await self.sweeps.load()
 
+        self.sandbox = self.controller.sandbox = await asyncio.to_thread(choose_sandbox, self.config)
+        if self.config.env_workers_at is not None:
+            self.tenant_workers = TenantWorkers(self.config.env_workers_at, self.data_dir, self.store)
+            self.controller.strangers = self.tenant_workers
+
         def started() -> None:
             self.controller.event("service_started", worker="service", pid=os.getpid())
             self.controller.start_device()
@@ -119,7 +142,7 @@ class Service:
                 if fault := self._fitting.fault(record):
                     self._spawn(self._move(record, "queued", ("running",), fault))
                 else:
-                    self._start(record)
+                    self._spawn(self._start(record))
             self._spawn(self._admit_forever())
             self._spawn(self.metering.run())
             self._spawn(self.sweeps.run())
@@ -136,6 +159,9 @@ class Service:
             except MarlaasError as error:  # jobs are billed when they go on
                 log.warning("use not written bills=%d reason=%s", self.metering.num_unwritten, error)
             await self.events.close()
+            self._checks.close()
+            if self.sandbox is not None:
+                await asyncio.to_thread(self.sandbox.close)
 
     async def drain(self) -> None:
         """Lets running steps end, commits them and ends `serve`; in the store these jobs still run: the next start goes on.
@@ -175,10 +201,14 @@ class Service:
         check_fits(config, self.controller.runtime)
         check_upload(files)
         localized(config, files, Path("/"))
+        if config.env.startswith(REMOTE) and self.tenant_workers is None:
+            raise InvalidConfig(f"env={config.env!r}: this service takes no environment workers of tenants (env_workers_at)")
         if refused := why_refused(self.quotas_of(tenant), self._load(tenant), jobs=1):
             raise QuotaExceeded(refused)
         self._submitting[tenant.id] += 1
         try:
+            tried = await self._checks.check(tenant.id, config, files, self.sandbox)
+            self.controller.check_replies(config.env, tried.reply_roles[:8])
             record = await self._add(tenant, config, files, priority, parent, labels, also)
         finally:
             self._submitting[tenant.id] -= 1
@@ -318,7 +348,7 @@ class Service:
         if record is None or record.state != "running":
             return
         if job is None or job.state == PAUSED:
-            self._start(record)
+            self._spawn(self._start(record))
         elif job.is_over:  # it ended while it was to be taken off the device
             self._on_over(job)
 
@@ -409,9 +439,9 @@ class Service:
             log.warning("job not admitted job=%s reason=%s", job_id, error)
             return
         if self._records.get(job_id) is moved:
-            self._start(moved)
+            await self._start(moved)
 
-    def _start(self, record: JobRecord) -> None:
+    async def _start(self, record: JobRecord) -> None:
         """Gives a job to the controller: new, or going on from its last committed step."""
         self.metering.open_job(record.id, record.tenant_id)
         self.fair_share.open_job(record.id, record.tenant_id, record.config.get("weight", 1.0))
@@ -422,12 +452,19 @@ class Service:
         folder = self.folder(record.id)
         try:
             config = JobConfig.model_validate(record.config)
-            names = {str(path.relative_to(folder / "files")): None for path in (folder / "files").rglob("*") if path.is_file()}
+            room, files = None, folder / "files"
+            if self.sandbox is not None and config.env.rpartition(":")[0].endswith(".py"):
+                room = await asyncio.to_thread(self.sandbox.room, files)
+                if (now := self._records.get(record.id)) is None or now.state != "running" or self._is_draining:
+                    return await asyncio.to_thread(room.close)
+                self._rooms[record.id], files = room, room.files
+            names = {str(path.relative_to(files)): None for path in files.rglob("*") if path.is_file()}
             changes: dict[str, Any] = {"name": record.id}
             if config.lora.init_from is not None:
                 changes["lora"] = config.lora.model_copy(update={"init_from": self._adapter_path(config.lora.init_from)})
-            config = localized(config, names, folder / "files").model_copy(update=changes)
-            job = self.controller.add(config, folder, resume=(folder / "state.json").is_file())
+            config = localized(config, names, files).model_copy(update=changes)
+            resume = (folder / "state.json").is_file()
+            job = self.controller.add(config, folder, resume, room, record.tenant_id)
             job.quoted_step = self._quote(record.tenant_id, JobConfig.model_validate(record.config)).per_step
             if job.is_over:  # it ended before a crash, and the store was not told
                 self._on_over(job)
@@ -548,6 +585,8 @@ class Service:
             self._over_quota.discard(record.id)
             self.metering.close_job(record.id)
             self.fair_share.close_job(record.id)
+            if (room := self._rooms.pop(record.id, None)) is not None:
+                self._spawn(asyncio.to_thread(room.close))
             if (job := self.controller.jobs.get(record.id)) is not None and job.is_over:
                 self.controller.forget(record.id)
         self.events.add(f"job_{state}", moved, {"reason": reason} if reason else {})
@@ -580,3 +619,18 @@ class Service:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("background work failed", exc_info=error)
+
+
+def choose_sandbox(config: ServiceConfig) -> Sandbox | None:
+    """Returns where uploaded code will run, and says so in the log. Raises InvalidConfig where it cannot be as asked for."""
+    limits = Limits(total_memory_bytes=config.sandbox_memory_mib * MIB, address_space_bytes=config.sandbox_memory_mib * MIB)
+    folder = Path(config.data_dir)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # keys, jobs and checkpoints are for this user only
+    sandbox = Sandbox.choose(config.sandbox, network=config.sandbox_network, hidden=folder, limits=limits)
+    if sandbox is None or sandbox.is_weak:
+        log.warning("sandbox=%s: uploaded code runs %s", config.sandbox, NO_SANDBOX if sandbox is None else sandbox.text)
+    else:
+        log.info("uploaded code runs %s", sandbox.text)
+    return sandbox

@@ -121,10 +121,15 @@ def revoke_key(connection: sa.Connection, key_id: str, *, tenant_id: str | None,
 
 def find_tenant(connection: sa.Connection, secret: str) -> Tenant | None:
     """Returns whose key it is; None: of nobody, revoked, or of a disabled tenant."""
+    return find_tenant_by_hash(connection, ids.hash_secret(secret))
+
+
+def find_tenant_by_hash(connection: sa.Connection, digest: str) -> Tenant | None:
+    """Does as `find_tenant` for a key of which only the hash is known."""
     query = (
         sa.select(schema.tenants)
         .join(schema.api_keys, schema.api_keys.c.tenant_id == schema.tenants.c.id)
-        .where(schema.api_keys.c.hash == ids.hash_secret(secret), schema.api_keys.c.revoked.is_(None))
+        .where(schema.api_keys.c.hash == digest, schema.api_keys.c.revoked.is_(None))
         .where(schema.tenants.c.is_disabled.is_(sa.false()))
     )
     row = connection.execute(query).first()

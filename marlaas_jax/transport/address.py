@@ -16,10 +16,11 @@ MAX_IPC_PATH_BYTES = 103 if sys.platform == "darwin" else 107
 _SUFFIX = ".hb"  # of the heartbeat socket beside an ipc socket
 
 
-def resolve(address: str) -> tuple[str, str, Path | None]:
+def resolve(address: str, *, anywhere: bool = False) -> tuple[str, str, Path | None]:
     """Returns (data address, heartbeat address, private folder to delete at the end or None).
 
     "ipc" puts a fresh socket into a private folder; "ipc://PATH" and "tcp://127.0.0.1:PORT" are used as given (port 0: any).
+    `anywhere`: another tcp host is allowed too; the heartbeats then have the port after it.
     """
     if address == "ipc":
         folder = _private_folder()
@@ -31,6 +32,8 @@ def resolve(address: str) -> tuple[str, str, Path | None]:
         return address, address + _SUFFIX, None
     if address.startswith("tcp://"):
         host, _, port = address.removeprefix("tcp://").rpartition(":")
+        if anywhere and host and port.isdigit() and int(port) < 65535:
+            return address, f"tcp://{host}:{int(port) + 1 if int(port) else 0}", None
         if host not in ("127.0.0.1", "localhost") or not port.isdigit() or int(port) > 65535:
             raise InvalidConfig(f"address={address!r}: a server binds to the loopback only, as in tcp://127.0.0.1:0")
         return f"tcp://127.0.0.1:{port}", "tcp://127.0.0.1:0", None
@@ -47,6 +50,18 @@ def _private_folder() -> Path:
             folder.mkdir(mode=0o700)
             return folder
     raise InvalidConfig(f"address='ipc': neither {tempfile.gettempdir()} nor /tmp can hold a socket; use tcp://127.0.0.1:0")
+
+
+def socket_folder(address: str) -> Path:
+    """Returns the folder of an ipc address."""
+    return Path(address.removeprefix("ipc://")).parent
+
+
+def open_to_all(folder: Path) -> None:
+    """Lets other users of this machine connect to the sockets in a folder of `resolve`; they can list and change nothing."""
+    folder.chmod(0o711)
+    for path in folder.iterdir():
+        path.chmod(0o666)
 
 
 def _remove_left_behind(base: Path) -> None:

@@ -29,6 +29,8 @@ from marlaas_jax.transport.flow import Counters, ReceiveWindow, SendWindow, head
 log = logging.getLogger(__name__)
 
 SEND_S = 300.0  # a controller whose heart beats and that takes nothing for so long is as good as gone
+TOKEN_VARIABLE = "MARLAAS_WORKER_TOKEN"  # by which the controller knows a worker that it started
+
 _GONE = object()  # in the inbox: nothing follows
 
 
@@ -49,11 +51,13 @@ class Client:
         *,
         connect_timeout_s: float = 60.0,
         max_queued: int = flow.MAX_QUEUED,
+        server_key: bytes | None = None,  # the server's public CURVE key, in Z85: the connection is encrypted
     ):
         self.worker_id = worker_id or new_worker_id(role)
         self.address = address
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._server_key = server_key
+        self._socket = self._dealer()
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, flow.MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, 1 << 17)  # the window is the limit that works
@@ -61,7 +65,8 @@ class Client:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.connect(address)
-            self.server_info = self._shake_hands(role, info or {}, connect_timeout_s)
+            token = os.environ.pop(TOKEN_VARIABLE, "")
+            self.server_info = self._shake_hands(role, (info or {}) | ({"token": token} if token else {}), connect_timeout_s)
         except BaseException:
             self._socket.disable_monitor()
             self._context.destroy(linger=0)
@@ -141,6 +146,13 @@ class Client:
 
     # ---- wire
 
+    def _dealer(self) -> zmq.Socket:
+        made = self._context.socket(zmq.DEALER)
+        if self._server_key is not None:
+            made.curve_publickey, made.curve_secretkey = zmq.curve_keypair()  # who we are is said in the Hello
+            made.curve_serverkey = self._server_key
+        return made
+
     def _shake_hands(self, role: str, info: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         hello = Hello(role, self.worker_id, os.getpid(), info=info)
         self._socket.send_multipart([header(flow.HELLO), encode(hello)])
@@ -180,6 +192,9 @@ class Client:
             self._lose(f"the connection to {self.address} failed: {error!r}")
         finally:
             self._lose("this client is closed")
+            if self._server_key is not None:  # nobody over there sees our process end
+                with contextlib.suppress(zmq.ZMQError):
+                    self._socket.send_multipart([header(flow.BYE), b""], zmq.NOBLOCK)
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close()
@@ -261,10 +276,10 @@ class Client:
 
     def _run_beats(self) -> None:
         interval_s, lost_after_s = self.server_info["heartbeat_s"], self.server_info["lost_after_s"]
-        beat_socket = self._context.socket(zmq.DEALER)
+        beat_socket = self._dealer()
         beat_socket.setsockopt(zmq.LINGER, 0)
         beat_socket.setsockopt(zmq.SNDHWM, 100)
-        beat_socket.connect(self.server_info["heartbeat"])
+        beat_socket.connect(self._beat_address())
         beat = [header(flow.BEAT), self.worker_id.encode()]
         heard = last_tick = time.monotonic()
         while not self._closing and not self._reason:
@@ -282,3 +297,10 @@ class Client:
             if now - heard > lost_after_s:
                 self._lose(f"the controller at {self.address} is silent for {lost_after_s:g} s")
         beat_socket.close()
+
+    def _beat_address(self) -> str:
+        """Returns where heartbeats go: on tcp to the host that answered, whatever name the server has for itself."""
+        beats: str = self.server_info["heartbeat"]
+        if not beats.startswith("tcp://"):
+            return beats
+        return f"{self.address.rpartition(':')[0]}:{beats.rpartition(':')[2]}"

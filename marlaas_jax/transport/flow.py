@@ -11,7 +11,7 @@ from collections import deque
 
 from marlaas_jax.messages import PROTOCOL_VERSION, Message
 
-HELLO, WELCOME, REFUSED, DATA, CREDIT, BEAT, GONE = (bytes([c]) for c in b"hwrdcbg")
+HELLO, WELCOME, REFUSED, DATA, CREDIT, BEAT, GONE, BYE = (bytes([c]) for c in b"hwrdcbgy")
 MAGIC = b"ML"
 DEFAULT_WINDOW = 1024
 DEFAULT_HEARTBEAT_S = 1.0
@@ -62,6 +62,7 @@ class Counters:
     received: int = 0  # delivered to our application
     malformed: int = 0  # frames that could not be read
     ignored: int = 0  # frames of peers that are unknown or were given up
+    refused: int = 0  # Hellos that were turned down
 
 
 class SendWindow:
@@ -130,6 +131,11 @@ class ReceiveWindow:
         self._batch = max(1, window // 4)
         self._waiting = 0
         self._owed = 0
+
+    @property
+    def waiting(self) -> int:
+        """Messages in the application's queue; more than the window where the peer breaks the rule."""
+        return self._waiting
 
     def arrived(self) -> None:
         """Notes a message put into the application's queue."""

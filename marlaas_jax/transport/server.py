@@ -7,18 +7,21 @@
 One connection is one session: a worker that restarts has a new worker id, and what still arrives from a peer that was
 given up is ignored. Heartbeats have a thread and a socket of their own, so no busy loop and no busy peer looks dead.
 Every method but those of the heartbeat thread is for the event loop's thread only.
+
+A server may have more doors, `Server(..., joined_to=server)`: peers of all doors are reached and heard through the first. One
+with a gate asks it about every Hello; one for strangers is told a key pair (CURVE), small frames and a small window. What a
+peer can make a door keep is bounded: its window, one Hello at a time, frames up to `max_frame_bytes`.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import secrets
 import shutil
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -28,12 +31,19 @@ import zmq.asyncio
 from marlaas_jax.errors import InternalError, InvalidConfig, WorkerLost
 from marlaas_jax.messages import PROTOCOL_VERSION, Hello, Message, decode, encode
 from marlaas_jax.transport import flow
-from marlaas_jax.transport.address import resolve
+from marlaas_jax.transport.address import open_to_all, resolve
 from marlaas_jax.transport.flow import Counters, PeerLost, ReceiveWindow, SendWindow, header, parse_header
+from marlaas_jax.transport.heartbeats import Heartbeats
 
 log = logging.getLogger(__name__)
 
+Gate = Callable[[Hello], Awaitable[str]]  # returns why a peer may not join, "" if it may
+
 _CLOSE_LINGER_MS = 1000
+_MAX_USED_IDS = 100_000
+_MAX_ADMITTING = 64  # Hellos that a gate looks at, at once
+_MAX_BEAT_BYTES = 1024
+_FRAMES_AT_ONCE = 64  # before others in the event loop have their turn
 
 
 @dataclasses.dataclass
@@ -47,6 +57,7 @@ class Peer:
     identity: bytes
     outgoing: SendWindow
     incoming: ReceiveWindow
+    home: "Server"  # the door it came through
     room: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # set while nothing waits for credits
 
 
@@ -61,21 +72,35 @@ class Server:
         max_queued: int = flow.MAX_QUEUED,
         heartbeat_s: float = flow.DEFAULT_HEARTBEAT_S,
         lost_after_s: float = flow.DEFAULT_LOST_AFTER_S,
+        joined_to: "Server | None" = None,
+        gate: Gate | None = None,
+        key_pair: tuple[bytes, bytes] | None = None,  # CURVE, public and secret: then the address may be any tcp://HOST:PORT
+        max_frame_bytes: int = flow.MAX_FRAME_BYTES,
+        is_open: bool = False,  # "ipc": other users of this machine may knock; only with a gate
     ):
+        assert gate is not None or not is_open
         self.worker_id = f"controller-{os.getpid()}-{secrets.token_hex(4)}"
-        self.peers: dict[str, Peer] = {}  # by worker id
         self._window = window
         self._max_queued = max_queued
+        self._gate = gate
+        self._admitting: dict[bytes, asyncio.Task[None]] = {}  # by identity
         self._by_identity: dict[bytes, Peer] = {}
-        self._used_ids: set[str] = set()
-        self._inbox: asyncio.Queue[tuple[Peer | None, str, Message]] = asyncio.Queue()
-        self._done = Counters()  # of peers that are gone, and the counts that belong to no peer
+        if joined_to is None:
+            self.peers: dict[str, Peer] = {}  # by worker id
+            self._used_ids: dict[str, None] = {}  # the oldest first
+            self._inbox: asyncio.Queue[tuple[Peer | None, str, Message]] = asyncio.Queue()
+            self._done = Counters()  # of peers that are gone, and the counts that belong to no peer
+        else:
+            self.peers, self._used_ids = joined_to.peers, joined_to._used_ids
+            self._inbox, self._done = joined_to._inbox, joined_to._done
         self._loop = asyncio.get_running_loop()
-        data_address, beat_address, self._folder = resolve(address)
+        data_address, beat_address, self._folder = resolve(address, anywhere=key_pair is not None)
         self._context = zmq.asyncio.Context()
         try:
-            self._socket = _bind(self._context, zmq.ROUTER, data_address, 2 * window + 64)
-            beat_socket = _bind(zmq.Context(self._context), zmq.ROUTER, beat_address, 1000)
+            self._socket = _bind(self._context, data_address, 2 * window + 64, max_frame_bytes, key_pair)
+            beat_socket = _bind(zmq.Context(self._context), beat_address, 1000, _MAX_BEAT_BYTES, key_pair)
+            if is_open and self._folder is not None:
+                open_to_all(self._folder)
         except BaseException:
             self._context.destroy(linger=0)
             self._remove_folder()
@@ -85,7 +110,7 @@ class Server:
         self._welcome_info = {
             "heartbeat": _endpoint(beat_socket), "heartbeat_s": heartbeat_s, "lost_after_s": lost_after_s, "window": window
         }  # fmt: skip
-        self._beats = _Heartbeats(beat_socket, self.worker_id, heartbeat_s, lost_after_s, self._from_beats)
+        self._beats = Heartbeats(beat_socket, self.worker_id, heartbeat_s, lost_after_s, self._from_beats)
         self._beats.start()
         self._reader = asyncio.create_task(self._read())
 
@@ -102,7 +127,7 @@ class Server:
             self._done.received += 1
             credits = peer.incoming.took()
             if credits and peer.worker_id in self.peers:
-                self._transmit(peer, flow.CREDIT, flow.pack_credit(credits))
+                peer.home._transmit(peer, flow.CREDIT, flow.pack_credit(credits))
         return worker_id, message
 
     def send(self, worker_id: str, message: Message) -> None:
@@ -115,10 +140,10 @@ class Server:
             raise WorkerLost(f"worker {worker_id}: not connected, so {type(message).__name__} cannot be sent")
         if peer.outgoing.is_full:
             raise InternalError(
-                f"worker {worker_id}: {self._max_queued} messages wait already; await drain() before sending more"
+                f"worker {worker_id}: {peer.outgoing.max_queued} messages wait already; await drain() before sending more"
             )
         peer.outgoing.push(encode(message))
-        self._flush(peer)
+        peer.home._flush(peer)
 
     async def drain(self, worker_id: str) -> None:
         """Waits until everything sent to this peer is within its credits, or the peer is gone."""
@@ -131,12 +156,12 @@ class Server:
         peer = self.peers.pop(worker_id, None)
         if peer is None:
             return
-        self._beats.unwatch(worker_id)
+        peer.home._beats.unwatch(worker_id)
         failed = peer.outgoing.fail()
         self._done.sent += peer.outgoing.sent
         self._done.delivered += peer.outgoing.delivered
         self._done.failed += failed
-        del self._by_identity[peer.identity]
+        del peer.home._by_identity[peer.identity]
         peer.room.set()
         level = logging.INFO if expected else logging.WARNING
         log.log(level, "peer lost worker_id=%s role=%s undelivered=%d reason=%s", worker_id, peer.role, failed, reason)
@@ -155,9 +180,9 @@ class Server:
         """Ends the server; messages already on the wire get a second to leave. A second call does nothing."""
         if self._context.closed:
             return
-        self._reader.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reader
+        for task in (self._reader, *self._admitting.values()):
+            task.cancel()
+        await asyncio.gather(self._reader, *self._admitting.values(), return_exceptions=True)
         await asyncio.to_thread(self._beats.stop)
         self._socket.close(linger=_CLOSE_LINGER_MS)
         await asyncio.to_thread(self._context.term)
@@ -166,8 +191,10 @@ class Server:
     # ---- wire
 
     async def _read(self) -> None:
-        while True:
+        for number in itertools.count(1):
             frames = await self._socket.recv_multipart()
+            if number % _FRAMES_AT_ONCE == 0:
+                await asyncio.sleep(0)
             try:
                 self._on_frames(frames)
             except Exception:  # one peer's strange frame must not stop the others'
@@ -198,6 +225,8 @@ class Server:
                 self._malformed(identity, f"credit {payload.hex()}")
                 return
             self._flush(peer)
+        elif kind == flow.BYE:
+            self.lose(peer.worker_id, "it left")
         else:
             self._malformed(identity, f"kind {kind!r}")
 
@@ -213,22 +242,48 @@ class Server:
         elif not isinstance(hello, Hello):
             self._malformed(identity, "unreadable Hello")
             return
-        elif identity in self._by_identity:
+        elif identity in self._by_identity or identity in self._admitting:
             return  # said twice
         elif hello.worker_id in self._used_ids:
             reason = f"worker id {hello.worker_id} was used before; a worker needs a new one on every start"
-        else:
+        elif self._gate is None:
             self._join(identity, hello)
             return
-        log.warning("peer refused reason=%s", reason)
-        self._transmit_to(identity, flow.REFUSED, reason.encode())
+        elif len(self._admitting) >= _MAX_ADMITTING:
+            reason = "too many workers are joining; try again in a moment"
+        else:
+            task = self._admitting[identity] = asyncio.create_task(self._admit(identity, hello, self._gate))
+            task.add_done_callback(lambda _: self._admitting.pop(identity, None))
+            return
+        self._refuse(identity, reason)
+
+    async def _admit(self, identity: bytes, hello: Hello, gate: Gate) -> None:
+        try:
+            reason = await gate(hello)
+        except Exception:
+            log.exception("gate failed worker_id=%s", hello.worker_id[:80])
+            reason = "the controller cannot tell who this is; try again later"
+        if reason or hello.worker_id in self._used_ids:
+            self._refuse(identity, reason or "its worker id was used before")
+        else:
+            self._join(identity, msgspec.structs.replace(hello, info={}))  # what it showed the gate goes no further
+
+    def _refuse(self, identity: bytes, reason: str) -> None:
+        self._done.refused += 1
+        if self._done.refused <= 20 or self._done.refused % 1000 == 0:
+            log.warning("peer refused count=%d reason=%s", self._done.refused, reason)
+        with contextlib.suppress(zmq.ZMQError):  # gone already
+            self._transmit_to(identity, flow.REFUSED, reason.encode())
 
     def _join(self, identity: bytes, hello: Hello) -> None:
         outgoing = SendWindow(self._window, self._max_queued)
-        peer = Peer(hello.worker_id, hello.role, hello.pid, hello.info, identity, outgoing, ReceiveWindow(self._window))
+        incoming = ReceiveWindow(self._window)
+        peer = Peer(hello.worker_id, hello.role, hello.pid, hello.info, identity, outgoing, incoming, self)
         peer.room.set()
         self.peers[peer.worker_id] = self._by_identity[identity] = peer
-        self._used_ids.add(peer.worker_id)
+        self._used_ids[peer.worker_id] = None
+        if len(self._used_ids) > _MAX_USED_IDS:
+            del self._used_ids[next(iter(self._used_ids))]
         self._beats.watch(peer.worker_id)
         self._transmit(peer, flow.WELCOME, encode(Hello("controller", self.worker_id, os.getpid(), info=self._welcome_info)))
         if peer.worker_id in self.peers:
@@ -237,6 +292,9 @@ class Server:
 
     def _on_data(self, peer: Peer, payload: bytes) -> None:
         peer.incoming.arrived()
+        if peer.incoming.waiting > self._window:
+            self.lose(peer.worker_id, f"it sent more than the {self._window} messages that it may have under way")
+            return
         try:
             message = decode(payload)
         except msgspec.MsgspecError as error:
@@ -295,83 +353,17 @@ class Server:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class _Heartbeats(threading.Thread):
-    """Answers every peer's heartbeat and reports those that are silent; touches nothing of the event loop's."""
-
-    def __init__(
-        self,
-        beat_socket: zmq.Socket,
-        worker_id: str,
-        interval_s: float,
-        lost_after_s: float,
-        report: Callable[[str, str], None],
-    ):
-        super().__init__(name="marlaas-heartbeats", daemon=True)
-        self._socket = beat_socket
-        self._worker_id = worker_id.encode()
-        self._interval_s = interval_s
-        self._lost_after_s = lost_after_s
-        self._report = report
-        self._last_seen: dict[str, float] = {}
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-
-    def watch(self, worker_id: str) -> None:
-        with self._lock:
-            self._last_seen[worker_id] = time.monotonic()
-
-    def unwatch(self, worker_id: str) -> None:
-        with self._lock:
-            self._last_seen.pop(worker_id, None)
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self.join()
-
-    def run(self) -> None:
-        tick_s = min(self._interval_s, 0.25)
-        last_tick = time.monotonic()
-        while not self._stopping.is_set():
-            arrived = self._socket.poll(int(tick_s * 1000))
-            now = time.monotonic()
-            pause = now - last_tick - tick_s
-            last_tick = now
-            while arrived and self._answer(now):
-                pass
-            self._find_silent(now, pause)
-        self._socket.close(linger=0)
-
-    def _answer(self, now: float) -> bool:
-        try:
-            frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        if len(frames) == 3 and parse_header(frames[1]) == (PROTOCOL_VERSION, flow.BEAT):
-            worker_id = frames[2].decode(errors="replace")
-            with self._lock:
-                known = worker_id in self._last_seen
-                if known:
-                    self._last_seen[worker_id] = now
-            self._socket.send_multipart([frames[0], header(flow.BEAT if known else flow.GONE), self._worker_id], zmq.NOBLOCK)
-        return True
-
-    def _find_silent(self, now: float, pause: float) -> None:
-        with self._lock:
-            if pause > self._interval_s:  # it was us who slept (a suspended machine): nobody could be heard
-                self._last_seen = {worker_id: seen + pause for worker_id, seen in self._last_seen.items()}
-            silent = [worker_id for worker_id, seen in self._last_seen.items() if now - seen > self._lost_after_s]
-            for worker_id in silent:
-                del self._last_seen[worker_id]
-        for worker_id in silent:
-            self._report(worker_id, f"no heartbeat for {self._lost_after_s:g} s")
-
-
-def _bind(context: zmq.Context, kind: int, address: str, hwm: int) -> Any:
-    made = context.socket(kind)
+def _bind(context: zmq.Context, address: str, hwm: int, max_frame_bytes: int, key_pair: tuple[bytes, bytes] | None) -> Any:
+    made = context.socket(zmq.ROUTER)
     made.setsockopt(zmq.LINGER, _CLOSE_LINGER_MS)
     made.setsockopt(zmq.SNDHWM, hwm)
     made.setsockopt(zmq.RCVHWM, hwm)
-    made.setsockopt(zmq.MAXMSGSIZE, flow.MAX_FRAME_BYTES)
+    made.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    if key_pair is not None:
+        made.setsockopt(zmq.CURVE_SERVER, 1)
+        made.setsockopt(zmq.CURVE_PUBLICKEY, key_pair[0])
+        made.setsockopt(zmq.CURVE_SECRETKEY, key_pair[1])
+        made.setsockopt(zmq.TCP_KEEPALIVE, 1)
     try:
         made.bind(address)
     except zmq.ZMQError as error:

@@ -81,6 +81,7 @@ from marlaas_jax.transport.flow import PeerLost
 from marlaas_jax.transport.server import Server
 from marlaas_jax.workers import folder_lock
 from marlaas_jax.workers.controller_device import SILENCE_S, DeviceLink
+from marlaas_jax.workers.controller_doors import Doors, Strangers, job_of
 from marlaas_jax.workers.controller_eta import Forecasts
 from marlaas_jax.workers.controller_evals import figures
 from marlaas_jax.workers.controller_files import Log, writing
@@ -92,6 +93,8 @@ from marlaas_jax.workers.controller_status import FINISHING, PAUSED, PAUSING, RU
 from marlaas_jax.workers.controller_suspects import SuspectJobs
 from marlaas_jax.workers.controller_why import told_in_one_line, waiting
 from marlaas_jax.workers.loop_watch import LoopWatch
+from marlaas_jax.workers.remote_worker import REMOTE
+from marlaas_jax.workers.sandbox.sandbox import Room, Sandbox
 from marlaas_jax.workers.supervisor import Exited, GaveUp, Restarted
 
 log = logging.getLogger(__name__)
@@ -118,7 +121,8 @@ class Controller:
 
     `is_strict`: what is wrong with a new job's environment ends everything with an InvalidConfig, as the one who waits for
     `marlaas run` wants it; else it ends that job. `on_step` is called with each trained batch's metrics, `on_over` with each
-    job that has ended or is paused, `on_device_status` with each report of the device.
+    job that has ended or is paused, `on_device_status` with each report of the device. `sandbox`: jobs may come with a room in
+    it, so there is code of others on this machine.
     `device_module` is what runs as the device's process; tests give a fake one.
     """
 
@@ -135,6 +139,8 @@ class Controller:
         is_strict: bool = False,
         device_module: str = DEVICE_MODULE,
     ):
+        self.sandbox: Sandbox | None = None  # to be set before `serve`, as the next one
+        self.strangers: Strangers | None = None  # how tenants' own workers join
         self.runtime = runtime  # every size filled in
         self.folder = folder.resolve()
         self.jobs: dict[str, Job] = {}
@@ -160,6 +166,7 @@ class Controller:
         self.model: ModelConfig | None = None  # once `serve` has looked at it
         self._last_words: dict[str, str] = {}  # of workers that said why they fail
         self._last_death: dict[str, str] = {}  # why a place's last process ended
+        self._doors: Doors
         self._server: Server
         self._processes: Processes
         self._renderer: Renderer
@@ -207,9 +214,12 @@ class Controller:
             with writing(self._runtime_path):
                 self._runtime_path.write_text(document)
             self._renderer = Renderer(tokenizer, self._on_rendered)
-            async with Server("ipc") as self._server:
+            async with Doors(self.jobs, self.sandbox, self.strangers) as doors:
+                self._doors, self._server = doors, doors.server
+                addresses = (doors.server.address, doors.confined_address)
                 restarts = RUN_RESTARTS if self._is_strict else SERVICE_RESTARTS
-                self._processes = Processes(self._server, self.folder, self._device_module, self.runtime.env_workers, restarts)
+                self._processes = Processes(*addresses, self.folder, self._device_module, self.runtime.env_workers, restarts)
+                doors.processes = self._processes
                 try:
                     started()
                     tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._watch_processes, self._tick_forever)]
@@ -242,10 +252,10 @@ class Controller:
         if not self._processes.has_device:
             self._processes.start_device(self._runtime_path)
 
-    def add(self, config: JobConfig, folder: Path, resume: bool) -> Job:
+    def add(self, config: JobConfig, folder: Path, resume: bool, room: Room | None = None, owner: str = "") -> Job:
         """Takes a job in: a new one, or with `resume` one that has a history in `folder`. Its name must not be in use."""
         assert config.name not in self.jobs, config.name
-        job = Job(config, folder)
+        job = Job(config, folder, room, owner)
         try:
             job.open(resume=resume)
         except CorruptFile as error:  # of this job: the others go on
@@ -315,8 +325,10 @@ class Controller:
     def _open(self, job: Job) -> None:
         """Gets a job its workers and its place on the device."""
         self.orchestrator.register(job.name, job.pool, job.config.weight)
-        self._processes.start_data_worker(job.data_worker)
-        self._processes.start_pool(job.pool)
+        if not job.has_remote_data:
+            self._processes.start_data_worker(job.data_worker, job.data_room)
+        if not job.is_remote:
+            self._processes.start_pool(job.pool, job.room)
         self._reload(job)  # for those that are there already; others ask by their Hello
         if self._device.worker_id and not self._suspects.must_wait(job.name):
             self._add_to_device(job)
@@ -353,15 +365,17 @@ class Controller:
 
     async def _receive(self) -> None:
         while True:
-            worker_id, message = await self._server.receive()
+            worker_id, told = await self._server.receive()
             now = time.monotonic()
+            if (message := self._doors.heard(worker_id, told)) is None:
+                continue
             try:
                 self._handle(worker_id, message, now)
                 self._execute_all(now)
             except Exception as error:  # the one broad catch of this process
                 if not isinstance(error, UserError | JobFailure):  # those say in their one sentence all there is to know
                     log.exception("message failed type=%s worker_id=%s", type(message).__name__, worker_id)
-                name = _job_of(message)
+                name = job_of(message)
                 if name not in self.jobs:
                     raise
                 self._fail_job(self.jobs[name], type(error).__name__, str(error))
@@ -507,11 +521,22 @@ class Controller:
     def _reply_fault(self, job: Job, message: EnvLoaded) -> str:
         """Returns why the model's chat template cannot hold what the environment answers; an empty text if it can."""
         try:
-            if message.reply_roles:
-                self._renderer.tokenizer.check_followups(message.reply_roles)
-        except InvalidRequest as error:
-            return f"env={job.config.env!r} answers in turns of the role {'/'.join(message.reply_roles)}, but {error}"
+            self.check_replies(job.config.env, message.reply_roles)
+        except InvalidConfig as error:
+            return str(error)
         return ""
+
+    def env_workers(self, owner: str) -> tuple[str, dict[str, int]]:
+        """Returns where tenants' own environment workers join, and how many of this tenant have, by environment."""
+        return self._doors.remote_address, self._doors.connected(owner)
+
+    def check_replies(self, env: str, roles: tuple[str, ...]) -> None:
+        """Raises InvalidConfig where the model's chat template cannot append messages of these roles to a sampled turn."""
+        try:
+            if roles:
+                self._renderer.tokenizer.check_followups(roles)
+        except InvalidRequest as error:
+            raise InvalidConfig(f"env={env!r} answers in turns of the role {'/'.join(roles)}, but {error}") from None
 
     def _begin_if_ready(self, job: Job, now: float) -> None:
         if job.state != STARTING or job.device_ready is None or job.missing():
@@ -564,7 +589,19 @@ class Controller:
         if worker_id == self._device.worker_id:
             self._device_gone(now, reason)
         elif message.role == "environment":
-            self.orchestrator.on_worker_lost(worker_id, reason, now, pool=self._processes.pool_of(name))
+            may_leave = self._processes.is_adopted(name)
+            self.orchestrator.on_worker_lost(worker_id, reason, now, pool=self._processes.pool_of(name), may_leave=may_leave)
+        self._adopted_left(worker_id, name, now)
+
+    def _adopted_left(self, worker_id: str, name: str, now: float) -> None:
+        """A tenant's own worker went: items that it owes are asked of another, or wait until there is one."""
+        group = self._processes.group_of(name) if self._processes.is_adopted(name) else ""
+        self._processes.abandon(worker_id)
+        for job in self.jobs.values():
+            if group and job.is_live and job.data_worker == group:
+                is_there = bool(self._processes.adopted(group))
+                tell = self.orchestrator.on_data_worker_ready if is_there else self.orchestrator.on_data_worker_lost
+                tell(job.name, now)
 
     def _device_gone(self, now: float, reason: str) -> None:
         """Every job goes on from its committed step, as a new incarnation, when the next device is there."""
@@ -624,14 +661,27 @@ class Controller:
             self.event("worker_killed", worker=name, reason=f"it did not report within {JOIN_TIMEOUT_S:.0f} s of its start")
         for job in self.jobs.values():
             limit = LIMITS.get(job.state)
-            if limit is not None and now - job.since > limit:
+            if self._waits_for_owner(job):
+                job.since = now
+            elif limit is not None and now - job.since > limit:
                 self._fail_job(job, "WorkerLost", f"it waited too long: {self._why(job, now)[0]}")
+
+    def _waits_for_owner(self, job: Job) -> bool:
+        """Whether nothing but a worker of the job's owner, who may take any time, is missing."""
+        if not job.is_remote or job.state not in (STARTING, RUNNING) or (job.state == STARTING and job.device_ready is None):
+            return False
+        groups = (job.pool, job.data_worker) if job.has_remote_data else (job.pool,)
+        return not all(self._processes.adopted(group) for group in groups)
 
     def _reload(self, job: Job) -> None:
         """Tells the workers of a job about its new incarnation."""
-        for worker_id in list(self._server.peers):
-            if self._processes.group_of(self._processes.name_of(worker_id)) in (job.data_worker, job.pool):
-                self._send(worker_id, job.load_message())
+        for worker_id in self._workers_of(job):
+            self._send(worker_id, job.load_message())
+
+    def _workers_of(self, job: Job) -> list[str]:
+        """Returns the workers that hold the job's items or run its environment."""
+        groups, of = (job.data_worker, job.pool), self._processes
+        return [worker_id for worker_id in self._server.peers if of.group_of(of.name_of(worker_id)) in groups]
 
     def _add_to_device(self, job: Job) -> None:
         config = job.config.model_dump_json().encode()
@@ -681,7 +731,7 @@ class Controller:
         """Forgets a job that is over or paused: its slots, its workers' copies, its workers when nobody else uses them."""
         self.orchestrator.remove_job(job.name, time.monotonic())
         self._suspects.left(job.name)
-        for worker_id in list(self._server.peers):
+        for worker_id in (self._device.worker_id, *self._workers_of(job)):  # nobody else learns that there is such a job
             self._send(worker_id, RemoveJob(job.name, job.incarnation))
         needed = [group for other in self.jobs.values() if other.is_live for group in (other.pool, other.data_worker)]
         self._processes.retire_unused(needed)
@@ -797,6 +847,10 @@ class Controller:
         return None if job is None or job.is_over else self._why(job, time.monotonic())
 
     def _why(self, job: Job, now: float) -> tuple[Wait, int]:
+        if self._waits_for_owner(job):
+            name = job.config.env.removeprefix(REMOTE)
+            what = f"a worker of its environment: none is connected; start one with `marlaas env-worker --name {name}`"
+            return Wait("env worker", what, "its owner", now - job.since, None), 0
         if job.state == RUNNING and job.name in self.orchestrator.jobs:
             return self.orchestrator.why(job.name, now)
         if self._suspects.is_held(job.name):
@@ -830,9 +884,3 @@ class Controller:
         """Whether the message concerns the present incarnation of a job that is not over."""
         job = self.jobs.get(message.job)
         return job is not None and not job.is_over and message.incarnation == job.incarnation
-
-
-def _job_of(message: Message) -> str:
-    """Returns the job that a message concerns, "" for none."""
-    named = getattr(message, "job", "") or getattr(message, "episode_id", "") or getattr(message, "request_id", "")
-    return named.partition("/")[0]

@@ -26,14 +26,21 @@ from marlaas_jax.workers.controller_status import (
     JobResult,
     JobStatus,
 )
+from marlaas_jax.workers.remote_worker import REMOTE
+from marlaas_jax.workers.sandbox.sandbox import Room
 
 RATE_SMOOTHING = 0.03  # weight of the newest second in tokens per second: a mean over about half a minute
+
+
+def remote_group(owner: str, name: str, role: str) -> str:
+    """Returns the group of the workers that a tenant brings along for its environment `remote:NAME`."""
+    return f"remote-{role}/{owner}/{name}"
 
 
 class Job:
     """State of one job over all its incarnations."""
 
-    def __init__(self, config: JobConfig, folder: Path):
+    def __init__(self, config: JobConfig, folder: Path, room: Room | None = None, owner: str = ""):
         self.config = config
         self.name = config.name
         self.folder = folder
@@ -60,6 +67,14 @@ class Job:
         self.pool = f"job-{self.name}" if is_file else f"env-{config.env.partition(':')[0]}"
         # The items of a user's file come out of running it; whatever that does, other jobs' items are elsewhere.
         self.data_worker = f"data-{self.name}" if is_file and config.data is None else "data"
+        self.is_remote = config.env.startswith(REMOTE)  # its owner's own workers run its environment
+        if self.is_remote:
+            self.pool = remote_group(owner, config.env.removeprefix(REMOTE), "environment")
+            if config.data is None:
+                self.data_worker = remote_group(owner, config.env.removeprefix(REMOTE), "data")
+        self.room = room if is_file else None  # to which the workers that run the file are confined
+        self.data_room = self.room if self.data_worker != "data" else None
+        self.has_remote_data = self.is_remote and config.data is None
         self._tokens_counted = 0
         self.quoted_step: Span | None = None  # what a quote says of one step
         self.eval_s = 0.0  # one evaluation took

@@ -7,9 +7,12 @@ import argparse
 import logging
 import os
 import queue
+import signal
 import threading
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # grain imports JAX; this process must never take an accelerator
+
+import msgspec
 
 from marlaas_envs import registry
 from marlaas_envs.protocol import EnvLookupError
@@ -19,20 +22,21 @@ from marlaas_jax.errors import ProtocolMismatch, UserError, WorkerLost
 from marlaas_jax.messages import EnvLoaded, GetItem, Item, LoadEnv, RemoveJob, Shutdown, encode_json
 from marlaas_jax.transport.client import Client
 from marlaas_jax.transport.memory import MemoryClient
-from marlaas_jax.workers import lifeline
+from marlaas_jax.workers import lifeline, remote_worker
+from marlaas_jax.workers.env_answers import MAX_ITEM_BYTES
+from marlaas_jax.workers.remote_worker import Remote
 from marlaas_jax.workers.supervisor import EXIT_BAD_CONFIG, EXIT_CONTROLLER_GONE, EXIT_OK
 from marlaas_jax.workers.user_calls import bounded_traceback
 
 log = logging.getLogger(__name__)
 
-MAX_ITEM_BYTES = 8 << 20
-
 
 class DataWorker:
     """Handles the messages of one connection."""
 
-    def __init__(self, client: Client | MemoryClient):
+    def __init__(self, client: Client | MemoryClient, remote: Remote | None = None):
         self._client = client
+        self._remote = remote
         self._jobs: dict[str, _Job] = {}
 
     def run(self) -> int:
@@ -62,6 +66,8 @@ class DataWorker:
                 known.requests.put(message)  # said twice: answered twice
             return
         self._drop(message.job, message.incarnation)
+        if self._remote is not None:
+            message = msgspec.structs.replace(message, env=self._remote.env_for(message.env))
         job = self._jobs[message.job] = _Job(message, self._client)
         job.start()
 
@@ -143,14 +149,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="marlaas_jax.workers.data_worker", description="Serves the items of all jobs.")
     parser.add_argument("--address", required=True, help="of the controller, as it printed it")
     parser.add_argument("--worker-id", default=None, help="new on every start; made up when left out")
+    remote_worker.add_options(parser)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    remote = Remote.of(options)
     try:
-        client = Client(options.address, "data", options.worker_id)
+        client = remote_worker.connect(options.address, "data", options.worker_id, remote)
     except (ProtocolMismatch, WorkerLost) as error:
         log.error("cannot join: %s", error)
         os._exit(EXIT_BAD_CONFIG if isinstance(error, ProtocolMismatch) else EXIT_CONTROLLER_GONE)
-    code = DataWorker(client).run()
+    if remote is not None:  # nobody over there sees this process end
+        signal.signal(signal.SIGTERM, lambda number, frame: client.close(flush_s=0.2))
+    code = DataWorker(client, remote).run()
     client.close(flush_s=1.0)
     logging.shutdown()
     os._exit(code)

@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 
 from marlaas_envs.protocol import Done, Observation
-from marlaas_jax.messages import EnvDone, EnvError, EnvObservation, encode_json
-from marlaas_jax.workers.user_calls import bounded_traceback
+from marlaas_jax.messages import EnvDone, EnvError, EnvLoaded, EnvObservation, Item, Message, encode_json
+from marlaas_jax.workers.user_calls import MAX_TRACEBACK_CHARACTERS, bounded_traceback
 
 MAX_TEXT_CHARACTERS = 200_000  # of one observation: more than any context holds
 MAX_ENCODED_BYTES = 4 << 20  # of one observation's messages and tools
 MAX_NOTE_CHARACTERS = 500
 MAX_METRICS = 64
+MAX_ITEM_BYTES = 8 << 20
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 200  # of a message that another program may have made
 
 
 class _BadAnswer(Exception):
@@ -36,6 +38,32 @@ def to_message(answer: Any, episode_id: str, attempt: int, turn: int) -> EnvObse
         return EnvError(episode_id, attempt, "bad_answer", str(error))
     except Exception as error:  # the answer's own code runs here too: what it prints as, its mappings and sequences
         return EnvError(episode_id, attempt, "bad_answer", f"its answer cannot be read: {bounded_traceback(error)}")
+
+
+def cut_to_size(message: Message) -> Message:
+    """Returns an answer within the bounds that our own worker keeps, where another program may have made it."""
+    replace = msgspec.structs.replace
+    match message:
+        case EnvLoaded():
+            sizes = {"num_train": max(0, message.num_train), "num_eval": max(0, message.num_eval)}
+            roles = tuple(role[:40] for role in message.reply_roles[:8])
+            return replace(message, error=message.error[:MAX_TRACEBACK_CHARACTERS], reply_roles=roles, **sizes)
+        case EnvDone():
+            done = Done(message.reward, message.metrics, message.note)
+            return to_message(done, message.episode_id, message.attempt, 0)
+        case EnvObservation():
+            stop = [text[:MAX_STOP_CHARACTERS] for text in message.stop[:MAX_STOPS]]
+            seen = Observation(message.text, message.messages, message.tools, stop)
+            return to_message(seen, message.episode_id, message.attempt, message.turn)
+        case EnvError():
+            kind = message.kind if message.kind in ("raised", "timeout", "bad_answer", "lost") else "bad_answer"
+            return replace(message, kind=kind, text=message.text[:MAX_TRACEBACK_CHARACTERS])
+        case Item() if len(message.item) > MAX_ITEM_BYTES:
+            error = f"the item takes {len(message.item)} bytes; {MAX_ITEM_BYTES} is the most allowed"
+            return replace(message, item=b"", error=error)
+        case Item():
+            return replace(message, error=message.error[:MAX_TRACEBACK_CHARACTERS])
+    return message
 
 
 def checked_reward(value: Any) -> tuple[float | None, str]:

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -39,8 +40,9 @@ from marlaas_jax.messages import (
 )
 from marlaas_jax.transport.client import Client
 from marlaas_jax.transport.memory import MemoryClient
-from marlaas_jax.workers import lifeline
+from marlaas_jax.workers import lifeline, remote_worker
 from marlaas_jax.workers.env_answers import to_message
+from marlaas_jax.workers.remote_worker import Remote
 from marlaas_jax.workers.supervisor import EXIT_BAD_CONFIG, EXIT_BLOCKED, EXIT_CONTROLLER_GONE, EXIT_CRASHED, EXIT_OK
 from marlaas_jax.workers.user_calls import Failure, TooManyAbandoned, UserCalls, bounded_traceback
 
@@ -78,8 +80,9 @@ class _Episode:
 class EnvWorker:
     """Handles the messages of one connection; every method runs in the event loop, except the two threads'."""
 
-    def __init__(self, client: Client | MemoryClient):
+    def __init__(self, client: Client | MemoryClient, remote: Remote | None = None):
         self._client = client
+        self._remote = remote
         self._calls = UserCalls()
         self._loaded: dict[str, _Loaded] = {}
         self._episodes: dict[str, _Episode] = {}
@@ -100,6 +103,10 @@ class EnvWorker:
         if self._background:
             await asyncio.wait(self._background, timeout=1.0)
         return code
+
+    def stop(self) -> None:
+        """Ends `run`, which says goodbye."""
+        self._stop(EXIT_OK)
 
     # ---- messages
 
@@ -130,7 +137,8 @@ class EnvWorker:
             return
         if known is None or known.incarnation < message.incarnation:
             self._drop_job(message.job)
-            found = await self._calls.run(None, _find_family, message.env, message.env_args, timeout_s=LOAD_TIMEOUT_S)
+            env = message.env if self._remote is None else self._remote.env_for(message.env)
+            found = await self._calls.run(None, _find_family, env, message.env_args, timeout_s=LOAD_TIMEOUT_S)
             if isinstance(found, Failure):
                 log.warning("environment not loaded job=%s env=%s kind=%s", message.job, message.env, found.kind)
                 text = (
@@ -142,7 +150,7 @@ class EnvWorker:
                 self._send(EnvLoaded(message.job, message.incarnation, error=found))
                 return
             family, roles = found
-            known = self._loaded[message.job] = _Loaded(message.incarnation, message.env, message.env_args, family, roles)
+            known = self._loaded[message.job] = _Loaded(message.incarnation, env, message.env_args, family, roles)
             log.info("environment loaded job=%s env=%s", message.job, message.env)
         retry = getattr(known.family, "retry", "") != "never"
         prompt_once = bool(known.family.prompt_once)
@@ -312,9 +320,12 @@ def _find_family(name: str, args: dict[str, Any]) -> tuple[EnvFamily, tuple[str,
     return family, tuple(map(str, getattr(env, "reply_roles", ())))
 
 
-async def _serve(client: Client) -> None:
+async def _serve(client: Client, remote: Remote | None) -> None:
     """Ends the process itself: leaving the loop would wait for coroutines that refuse to be cancelled."""
-    code = await EnvWorker(client).run()
+    worker = EnvWorker(client, remote)
+    if remote is not None:  # nobody over there sees this process end
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
+    code = await worker.run()
     client.close(flush_s=1.0)
     _exit(code)
 
@@ -335,17 +346,19 @@ def main() -> None:
     )
     parser.add_argument("--address", required=True, help="of the controller, as it printed it")
     parser.add_argument("--worker-id", default=None, help="new on every start; made up when left out")
+    remote_worker.add_options(parser)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    remote = Remote.of(options)
     try:
-        client = Client(options.address, "environment", options.worker_id)
+        client = remote_worker.connect(options.address, "environment", options.worker_id, remote)
     except ProtocolMismatch as error:
         log.error("cannot join: %s", error)
         _exit(EXIT_BAD_CONFIG)
     except WorkerLost as error:
         log.error("cannot join: %s", error)
         _exit(EXIT_CONTROLLER_GONE)
-    asyncio.run(_serve(client))
+    asyncio.run(_serve(client, remote))
 
 
 if __name__ == "__main__":

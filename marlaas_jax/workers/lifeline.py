@@ -26,7 +26,7 @@ def hold() -> bool:
         return False
     fd = int(fd_text)
     os.set_inheritable(fd, False)  # what this worker starts must not keep the pipe's reading end
-    if sys.platform == "linux":
+    if sys.platform == "linux" and parent_text:  # else in a process namespace, whose first process dies with the parent
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != int(parent_text):  # it died before the signal was set
             os._exit(EXIT_ORPHANED)

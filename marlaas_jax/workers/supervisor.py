@@ -23,7 +23,10 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
+from marlaas_jax.errors import StorageError
+from marlaas_jax.transport.client import TOKEN_VARIABLE
 from marlaas_jax.workers import lifeline
 from marlaas_jax.workers.guardian import Guardian
 from marlaas_jax.workers.output import OutputLog
@@ -41,6 +44,36 @@ EXIT_BLOCKED = 5  # an environment blocked its worker's event loop
 
 
 @dataclasses.dataclass(frozen=True)
+class Launch:
+    """How a process is started: what comes before the module's name, its whole environment, its working directory."""
+
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str | None = None
+    is_wrapped: bool = False  # the worker is a child of the process, in a process namespace that dies with it
+
+
+class Confined(Protocol):
+    """Where a worker runs code that is not ours; see sandbox/sandbox.py."""
+
+    def start(self) -> Launch:
+        """Prepares one start. Raises StorageError."""
+        ...
+
+    def started(self, pid: int) -> None:
+        """Is told the process's id."""
+        ...
+
+    def ended(self) -> str:
+        """Cleans up after the process; returns why it was killed, "" if it was not."""
+        ...
+
+    def close(self) -> None:
+        """There will be no other start."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
 class WorkerSpec:
     """What to run and how often to try."""
 
@@ -55,6 +88,7 @@ class WorkerSpec:
     backoff_s: float = 0.5  # before the first restart; doubles each time
     max_backoff_s: float = 30.0
     grace_s: float = 5.0  # between SIGTERM and SIGKILL
+    confined: Confined | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +132,7 @@ class Worker:
         self.spec = spec
         self.worker_id = ""
         self.pid = 0
+        self.token = ""  # only this start of it and we know it
         self.failures = 0  # in a row
         self.output = OutputLog(spec.log_path, spec.max_log_bytes)
         self._process: subprocess.Popen[bytes] | None = None
@@ -170,6 +205,8 @@ class Supervisor:
                     log.error("worker not gone after SIGKILL name=%s pid=%d", worker.spec.name, worker.pid)
         self.workers.pop(worker.spec.name, None)
         worker.output.close()
+        if worker.spec.confined is not None:
+            await asyncio.to_thread(worker.spec.confined.close)
 
     async def stop_all(self) -> None:
         """Stops every worker, all at the same time."""
@@ -179,20 +216,26 @@ class Supervisor:
     def _spawn(self, worker: Worker) -> None:
         spec = worker.spec
         worker.worker_id = f"{spec.name}-{secrets.token_hex(4)}"
+        worker.token = secrets.token_hex(16)
+        if spec.confined is None:
+            launch = Launch((sys.executable, "-m"), os.environ)
+        else:
+            launch = spec.confined.start()
         self._guardian.start()
         read_fd, write_fd = os.pipe()
-        env = os.environ | {
+        env = dict(launch.env) | {
             "PYTHONUNBUFFERED": "1",  # what it printed last must not die with it
             "PYTHONFAULTHANDLER": "1",  # a segmentation fault leaves a traceback
             **spec.env,
             lifeline.FD_VARIABLE: str(read_fd),
-            lifeline.PARENT_VARIABLE: str(os.getpid()),
+            lifeline.PARENT_VARIABLE: "" if launch.is_wrapped else str(os.getpid()),
+            TOKEN_VARIABLE: worker.token,
         }
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", spec.module, *spec.args, "--worker-id", worker.worker_id],
+                [*launch.command, spec.module, *spec.args, "--worker-id", worker.worker_id],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env=env, pass_fds=(read_fd,), start_new_session=True,
+                env=env, cwd=launch.cwd, pass_fds=(read_fd,), start_new_session=True,
             )  # fmt: skip
         except BaseException:
             os.close(write_fd)
@@ -200,6 +243,8 @@ class Supervisor:
         finally:
             os.close(read_fd)
         self._guardian.watch(process.pid)
+        if spec.confined is not None:
+            spec.confined.started(process.pid)
         worker._process, worker._lifeline_fd = process, write_fd
         worker.pid = process.pid
         worker._started_at = time.monotonic()
@@ -214,17 +259,18 @@ class Supervisor:
     def _wait(self, worker: Worker, process: subprocess.Popen[bytes], reader: threading.Thread) -> None:
         code = process.wait()
         _signal_group(process, signal.SIGKILL)  # what it started itself and left behind
+        killed_for = worker.spec.confined.ended() if worker.spec.confined is not None else ""
         reader.join(1.0)  # its last words
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._on_exit, worker, code)
+            self._loop.call_soon_threadsafe(self._on_exit, worker, code, killed_for)
 
-    def _on_exit(self, worker: Worker, code: int) -> None:
+    def _on_exit(self, worker: Worker, code: int, killed_for: str) -> None:
         spec = worker.spec
         lived_s = time.monotonic() - worker._started_at
         worker._process = None
         self._guardian.forget(worker.pid)
         os.close(worker._lifeline_fd)
-        reason = describe_exit(code)
+        reason = killed_for or describe_exit(code)
         expected = worker._stopping
         worker.failures = 0 if expected else 1 if lived_s >= spec.healthy_after_s else worker.failures + 1
         has_next = not expected and code != EXIT_BAD_CONFIG and worker.failures <= spec.max_restarts
@@ -252,7 +298,7 @@ class Supervisor:
             return
         try:
             self._spawn(worker)
-        except OSError as error:  # no memory or no process to be had
+        except (OSError, StorageError) as error:  # no memory, no process or no disk to be had
             self._events.put_nowait(GaveUp(worker.spec.name, f"it cannot be started: {error}"))
             return
         self._events.put_nowait(Restarted(worker.spec.name, worker.worker_id, worker.pid))

@@ -51,7 +51,7 @@ class Live:
 @contextlib.contextmanager
 def live(folder, *, device_module="tests.workers.fakes", **changes):
     """Serves until the block ends."""
-    document = {"runtime": {"model": "tiny"}, "data_dir": str(folder / "data"), "port": 0} | changes
+    document = {"runtime": {"model": "tiny"}, "data_dir": str(folder / "data"), "port": 0, "sandbox": "none"} | changes
     settings = validate(ServiceConfig, document)
     made: dict = {}
     is_up = threading.Event()

@@ -83,8 +83,13 @@ def test_a_job_from_submit_to_delete(marlaas, job_file):
 
 
 def test_a_job_that_fails_is_exit_code_1(marlaas, job_file):
-    bad = of("bad", rollout={"max_attempts": 1}, eval={"num_items": 0}) | {"env": "rewards.py:raises"}
-    job_file.write_text(yaml.safe_dump(bad))
+    bad = of("bad", rollout={"max_attempts": 1}, eval={"num_items": 0})
+    job_file.write_text(yaml.safe_dump(bad | {"env": "rewards.py:raises"}))
+    code, out, sentence = marlaas("submit", job_file)
+    assert (code, out) == (2, "") and sentence.startswith(
+        "error: env='rewards.py:raises': ValueError: no reward today (rewards.py,"
+    )
+    job_file.write_text(yaml.safe_dump(bad | {"env": "rewards.py:fickle"}))
     job_id = marlaas("submit", job_file)[1].split()[0]
     code, out, _ = marlaas("watch", job_id)
     assert code == 1 and "no reward today" in out.splitlines()[-1]

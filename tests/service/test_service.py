@@ -18,7 +18,8 @@ FILES = {"rewards.py": REWARDS.encode()}
 
 
 def config(tmp_path, **changes):
-    return validate(ServiceConfig, {"runtime": {"model": "tiny"}, "data_dir": str(tmp_path / "data"), "port": 0} | changes)
+    document = {"runtime": {"model": "tiny"}, "data_dir": str(tmp_path / "data"), "port": 0, "sandbox": "none"}
+    return validate(ServiceConfig, document | changes)
 
 
 def of(name, **changes):

@@ -31,6 +31,9 @@ def good(prompt, completion, item):
 def raises(prompt, completion, item):
     raise ValueError("no reward today")
 
+def fickle(prompt, completion, item):
+    return raises(prompt, completion, item) if completion in ("yes", "no") else 0.0
+
 def nan(prompt, completion, item):
     return float("nan")
 

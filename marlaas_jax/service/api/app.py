@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from marlaas_jax.service.api import events, health, job_data, jobs, metrics, openai, quotes, sweeps, tenants, usage
+from marlaas_jax.service.api import events, health, info, job_data, jobs, metrics, openai, quotes, sweeps, tenants, usage
 from marlaas_jax.service.api.errors import on_error
 from marlaas_jax.service.api.route import Api
 from marlaas_jax.service.service import Service
@@ -33,7 +33,7 @@ def create_app(service: Service) -> FastAPI:
     for error in (HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(error, on_error)
     parts = (jobs.router, jobs.uploads, job_data.router, events.router, sweeps.router, sweeps.uploads, tenants.router)
-    for router in (*parts, usage.router, quotes.router, openai.router):
+    for router in (*parts, usage.router, quotes.router, openai.router, info.router):
         app.include_router(router, prefix="/v1")
     for router in (health.router, metrics.router):
         app.include_router(router)

@@ -21,7 +21,6 @@ from marlaas_jax.model.config import ModelConfig
 from marlaas_jax.model.transformer import Params
 
 SCORE_CHUNK = 64  # positions whose logits exist at once while scoring
-LOGIT_ROWS = 16  # see `logits`
 
 
 def is_unrolled(params: Params) -> bool:
@@ -205,17 +204,12 @@ def logits(params: Params, hidden_RD: jax.Array) -> jax.Array:
 
     On a CPU the vocabulary goes first in the product with a tied embedding, which lies that way: 83 GFLOP/s against 57 with
     32 rows, 42 against 27 with 8; the same with one row, less with 128. The barrier keeps the compiler from turning it around.
-    That product takes rows by sixteens and adds up what is left over in another order: beyond 16 rows the last ones are filled
-    up, so that a row's logits do not depend on its place (measured with 2 to 64 rows).
     """
-    num_rows = hidden_RD.shape[0]
-    is_better = "unembed_DV" not in params and 2 <= num_rows <= 64 and jax.default_backend() == "cpu"
+    is_better = "unembed_DV" not in params and 2 <= hidden_RD.shape[0] <= 64 and jax.default_backend() == "cpu"
     if not is_better:
         return transformer.unembed(params, hidden_RD)
-    if num_rows > LOGIT_ROWS:
-        hidden_RD = jnp.pad(hidden_RD, ((0, -num_rows % LOGIT_ROWS), (0, 0)))
     logits_VR = jnp.einsum("vd,rd->vr", params["embed_VD"], hidden_RD, preferred_element_type=jnp.float32)
-    return jax.lax.optimization_barrier(logits_VR).T[:num_rows]
+    return jax.lax.optimization_barrier(logits_VR).T
 
 
 def advance(params: Params, rows: Rows, now: Progress, hidden_RD: jax.Array, capacity: int) -> Progress:

@@ -83,7 +83,7 @@ class Machine:
         """Returns what the watched job got: ids, log-probs and weights of all its steps. None: it is alone."""
         rng = np.random.default_rng(crowd_seed)
         me = self._me(isolation, sampling)
-        members = [me] if crowd_seed is None else [me, *(self._other(rng, i) for i in range(rng.integers(1, 7)))]
+        members = [me] if crowd_seed is None else [me, *(self._other(rng, i) for i in range(rng.integers(1, 6)))]
         if crowd_seed is not None:
             rng.shuffle(members)
         got: dict[str, bytes] = {}
@@ -121,7 +121,7 @@ class Machine:
         config = self._config(
             f"other{i}", 100 + i, str(rng.choice(["shared", "shared", "exact"])), int(rng.integers(1, 9)), sampling
         )
-        prompts = [self._prompt(rng, int(rng.integers(1, 3 * self.max_context // 4))) for _ in range(rng.integers(1, 5))]
+        prompts = [self._prompt(rng, int(rng.integers(1, 3 * self.max_context // 4))) for _ in range(rng.integers(1, 4))]
         starts_at = int(rng.integers(0, 12))
         leaves_at = starts_at + int(rng.integers(2, 30)) if rng.random() < 0.3 else 1 << 30
         return _Member(config, prompts, 1000, starts_at, leaves_at)

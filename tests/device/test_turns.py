@@ -29,6 +29,9 @@ class Stage:
 
     gauges = counters
 
+    def take_parts(self) -> list:
+        return []
+
     def queued(self) -> dict[str, int]:
         return {"waits": 2, f"{self.name}{len(self.turns) % 2}": 1} if self.is_busy else {}
 

@@ -55,7 +55,9 @@ def test_adapter_saved_by_peft_gives_peft_s_logits(name):
     found = peft_format.load(ADAPTERS / name, config, MAX_RANK)
     tokens_T = expected(folder)["tokens_T"]
     assert np.abs(reference["logits_TV"] - expected(folder)["logits_TV"]).max() > 1  # the adapter shows
-    assert_close(adapted_logits(config, params, found.spec, found.weights, tokens_T), reference["logits_TV"])
+    wanted = reference["logits_TV"]
+    tolerance = 2e-5 * np.abs(wanted).max()  # of fp32 sums, whose order differs between processors
+    assert_close(adapted_logits(config, params, found.spec, found.weights, tokens_T), wanted, tolerance)
 
 
 def test_settings_and_report_of_a_peft_folder():

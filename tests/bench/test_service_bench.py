@@ -7,7 +7,7 @@ import pytest
 from marlaas_jax.bench.service import command
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_a_short_day_ends_as_planned(tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 from tests.chaos import day
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1300)
 def test_a_service_whose_processes_die_and_freeze_loses_nothing_h27_h33_h38(tmp_path):

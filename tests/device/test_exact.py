@@ -26,8 +26,7 @@ def test_a_few_crowds_change_no_bit_of_an_exact_job():
         assert not differing(alone, machine.run(seed)), f"crowd {seed}"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.long
 def test_200_crowds_change_no_bit_of_an_exact_job():
     """The figure of shared jobs beside it shows that these crowds do change bits where nothing guards them."""
     model, params = load.load(source.resolve("tiny"), "float32", True)

@@ -94,7 +94,7 @@ def test_a_job_whose_page_is_damaged_fails_alone_with_the_reason(make, tmp_path)
     assert sorted(done.job for done in steps_done(answers)) == ["job0", "job2"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_memory_is_flat_over_a_thousand_publishes_h02(make):
     """Arrays on the device to the last one, and the process within a few megabytes, with paging through the disk."""

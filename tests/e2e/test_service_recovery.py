@@ -15,7 +15,7 @@ import yaml
 from marlaas_jax.client.blocking import Client
 from tests.e2e import runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = pytest.mark.multiprocess
 START_S = 900  # on a busy machine the compiler takes minutes
 
 
@@ -43,7 +43,7 @@ def events(folder, kind):
     return [event for event in runs.lines(folder / "data" / "events.jsonl") if event["kind"] == kind]
 
 
-@pytest.mark.timeout(2000)
+@pytest.mark.slow
 def test_after_kill_9_of_everything_the_next_step_comes_soon_and_nothing_is_compiled_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "xla"))
     log = tmp_path / "log"
@@ -69,7 +69,7 @@ def test_after_kill_9_of_everything_the_next_step_comes_soon_and_nothing_is_comp
     assert warm["programs_from_cache"] >= cold["programs_compiled_anew"]
 
 
-@pytest.mark.timeout(2400)
+@pytest.mark.long
 def test_a_hundred_jobs_end_on_eight_resident_slots(tmp_path):
     """Their state pages through a host memory of two jobs and the disk; nothing compiles after the start."""
     log = tmp_path / "log"

@@ -137,6 +137,7 @@ def check_strict(run_dir):
             json.loads(line, parse_constant=refuse)
 
 
+@pytest.mark.slow
 def test_broken_rewards_end_their_jobs_with_the_reason_and_no_other(tmp_path, rewards):
     """H24, H27, H28: rewards that raise, give NaN, hang, exit the process or print 50 MB, beside one that works."""
     broken = {"raises": "no reward today", "nan": "nan", "hangs": "timeout", "exits": "workers in a row"}

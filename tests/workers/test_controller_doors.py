@@ -50,7 +50,7 @@ def test_a_tenants_worker_is_heard_about_its_owners_jobs_only_and_within_bounds(
         groups = {owner: remote_group(owner, "x", "environment") for owner in OWNERS}
         jobs = {owner: SimpleNamespace(name=owner, pool=group, data_worker="data") for owner, group in groups.items()}
         async with Doors(jobs, None) as doors:
-            doors.processes = Processes(doors.server.address, "", None, "none", 1)
+            doors.processes = Processes(doors.server.address, "", None, "none", 1, 5)
             for owner, group in groups.items():
                 doors.processes.adopt(f"remote-{owner}", group, is_pool=True)
             any_messages(doors)

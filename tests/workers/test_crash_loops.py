@@ -30,6 +30,7 @@ def test_the_job_that_kills_the_device_fails_with_the_reason_and_the_others_fini
     assert pauses == [min(0.5 * 2**i, 30.0) for i in range(len(pauses))] and len(pauses) >= 3
 
 
+@pytest.mark.slow
 def test_a_job_alone_that_kills_the_device_fails_and_the_next_one_runs(tmp_path, rewards, monkeypatch):  # noqa: F811
     monkeypatch.setenv("FAKE_DEVICE", json.dumps({"poison_at": {"poison": 1}}))
 

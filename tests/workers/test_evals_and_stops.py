@@ -18,6 +18,7 @@ def evaluations(run_dir, name="a"):
     return read_lines(run_dir / "jobs" / name / "evaluations.jsonl")
 
 
+@pytest.mark.slow
 def test_evaluations_survive_the_devices_death_and_none_is_there_twice(tmp_path, rewards, monkeypatch):  # noqa: F811
     """H32: an evaluation every second step; the device dies at step 5, its last commit is of step 4."""
     monkeypatch.setenv("FAKE_DEVICE", json.dumps({"die_at": {"a": 5}, "marker": str(tmp_path / "died"), "train_s": 0.2}))

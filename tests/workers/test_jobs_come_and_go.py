@@ -50,6 +50,7 @@ def serve(folder, story):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_jobs_are_added_while_others_run_and_their_workers_come_and_go(tmp_path, rewards):  # noqa: F811
     async def story(served):
         first = served.add("first", f"{rewards}:good", steps=4)

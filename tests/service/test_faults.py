@@ -89,6 +89,7 @@ def test_a_database_that_rots_while_it_is_served_is_named_and_what_trains_goes_o
     assert steps_of(tmp_path / "data", job_id) == list(range(1, 101))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])
 def test_nothing_that_waits_notices_a_clock_that_jumps_a_day(tmp_path, monkeypatch, jump_s):
     offset, real = {"s": 0.0}, time.time

@@ -62,6 +62,7 @@ def test_an_ended_job_goes_back_and_on_again_as_a_new_incarnation(service):
     assert kinds.count("job_rolled_back") == 1 and kinds.count("job_succeeded") == 2
 
 
+@pytest.mark.slow
 def test_a_running_job_goes_back_and_on_without_a_gap_or_a_repeat(service, tmp_path):
     client = service.client("ann")
     job = client.submit(job_of("running", steps=30), files=FILES)
@@ -80,6 +81,7 @@ def test_a_running_job_goes_back_and_on_without_a_gap_or_a_repeat(service, tmp_p
     events.close()
 
 
+@pytest.mark.slow
 def test_a_paused_job_stays_paused_and_may_go_forward_again_until_it_goes_on(service):
     client = service.client("ann")
     job = client.submit(job_of("paused", steps=30), files=FILES)
@@ -98,6 +100,7 @@ def test_a_paused_job_stays_paused_and_may_go_forward_again_until_it_goes_on(ser
     events.close()
 
 
+@pytest.mark.slow
 def test_a_rollback_that_the_store_cannot_take_leaves_the_running_job_running(tmp_path, monkeypatch):
     async def story():
         async with serving(config(tmp_path)) as service:
@@ -123,6 +126,7 @@ def test_a_rollback_that_the_store_cannot_take_leaves_the_running_job_running(tm
     assert "rollbacks" not in state, "nothing was undone"
 
 
+@pytest.mark.slow
 def test_a_crash_after_the_intent_and_before_the_commit_takes_a_running_job_back_at_the_next_start(tmp_path):
     async def first():
         async with serving(config(tmp_path)) as service:

@@ -139,6 +139,7 @@ def test_jobs_wait_for_a_place_and_pause_and_go_on(tmp_path):
     assert tickets_of(tmp_path / "data", job_id) == list(range(80))
 
 
+@pytest.mark.slow
 def test_a_drained_service_goes_on_with_what_ran_and_what_waited(tmp_path):
     async def first():
         async with serving(config(tmp_path, max_running_jobs=1)) as service:
@@ -162,6 +163,7 @@ def test_a_drained_service_goes_on_with_what_ran_and_what_waited(tmp_path):
     assert tickets_of(tmp_path / "data", running) == list(range(60))
 
 
+@pytest.mark.slow
 def test_admission_outlives_jobs_that_are_cancelled_while_it_chooses_and_a_store_that_fails(tmp_path, monkeypatch):
     async def story():
         async with serving(config(tmp_path, quotas={"max_running_jobs": 20})) as service:
@@ -188,6 +190,7 @@ def test_admission_outlives_jobs_that_are_cancelled_while_it_chooses_and_a_store
     asyncio.run(story())
 
 
+@pytest.mark.slow
 def test_a_job_that_ended_before_a_crash_could_be_told_to_the_store_is_told_at_the_next_start(tmp_path):
     async def first():
         async with serving(config(tmp_path)) as service:

@@ -91,6 +91,7 @@ def test_a_cancelled_sweep_takes_its_trials_along(service):
         client.cancel_sweep(sweep.id)
 
 
+@pytest.mark.slow
 def test_a_sweep_is_submitted_and_read_from_the_command_line(service, tmp_path, monkeypatch):
     monkeypatch.setenv("MARLAAS_URL", service.url)
     monkeypatch.setenv("MARLAAS_API_KEY", service.key("dee"))

@@ -103,7 +103,7 @@ class Machine:
 
     def _me(self, isolation: str, sampling: dict[str, Any]) -> _Member:
         rng = np.random.default_rng(7)
-        lengths = (3, self.max_context // 4, self.max_context // 2)
+        lengths = (3, self.max_context // 3)
         return _Member(self._config(ME, 1, isolation, 4, sampling), [self._prompt(rng, n) for n in lengths], 2, starts_at=0)
 
     def _other(self, rng: np.random.Generator, i: int) -> _Member:
@@ -116,7 +116,7 @@ class Machine:
         config = self._config(
             f"other{i}", 100 + i, str(rng.choice(["shared", "shared", "exact"])), int(rng.integers(1, 9)), sampling
         )
-        prompts = [self._prompt(rng, int(rng.integers(1, 3 * self.max_context // 4))) for _ in range(rng.integers(1, 4))]
+        prompts = [self._prompt(rng, int(rng.integers(1, 3 * self.max_context // 4))) for _ in range(rng.integers(1, 3))]
         starts_at = int(rng.integers(0, 12))
         leaves_at = starts_at + int(rng.integers(2, 30)) if rng.random() < 0.3 else 1 << 30
         return _Member(config, prompts, 1000, starts_at, leaves_at)

@@ -21,7 +21,7 @@ SAMPLING = ({}, {"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0})
 def test_a_few_crowds_change_no_bit_of_an_exact_job():
     machine = Machine(dataclasses.replace(MODEL, num_layers=1), num_slots=6, max_context=32, few=True)
     alone = machine.run(None)
-    assert len(alone) == 2 * (2 * 3 * 4 + 3)
+    assert len(alone) == 2 * (2 * 2 * 4 + 3)
     for seed in range(6):
         assert not differing(alone, machine.run(seed)), f"crowd {seed}"
 

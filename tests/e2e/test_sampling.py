@@ -30,7 +30,7 @@ def direct(adapter):
 
 
 def test_ids_over_http_are_those_of_the_engine(tmp_path):
-    with live(tmp_path, DEVICE_MODULE, runtime=RUNTIME) as service, client_of(service, "ann") as ai:
+    with live(tmp_path, device_module=DEVICE_MODULE, runtime=RUNTIME) as service, client_of(service, "ann") as ai:
         client = service.client("ann")
         trained = client.wait(client.submit(job("upper", steps=3, checkpoint={"every_steps": 1, "keep": 5})).id)
         assert trained.state == "succeeded", trained.reason

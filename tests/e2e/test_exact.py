@@ -21,9 +21,10 @@ def neighbours():
 
 
 def untimed(value):
-    """Returns a record without what the clock decides."""
+    """Returns a record without what the clock and the neighbours decide."""
     if isinstance(value, dict):
-        return {key: untimed(one) for key, one in value.items() if key != "time" and not key.endswith("_s")}
+        is_timed = lambda key: key == "time" or key.endswith("_s") or key.startswith(("device/", "job/"))
+        return {key: untimed(one) for key, one in value.items() if not is_timed(key)}
     return [untimed(one) for one in value] if isinstance(value, list) else value
 
 

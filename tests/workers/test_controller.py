@@ -143,7 +143,7 @@ def test_broken_rewards_end_their_jobs_with_the_reason_and_no_other(tmp_path, re
     broken = {"raises": "no reward today", "nan": "nan", "hangs": "timeout", "exits": "workers in a row"}
     jobs = [job(name, f"{rewards}:{name}", rollout={"max_attempts": 2}, eval={"num_items": 0}) for name in broken]
     jobs += [
-        job("prints", f"{rewards}:prints", steps=1, eval={"num_items": 0}),
+        job("prints", f"{rewards}:prints", steps=1, eval={"num_items": 0}, rollout={"step_timeout_s": 30.0}),
         job("some", f"{rewards}:nan_for_no", steps=3),
         job("good", f"{rewards}:good", steps=6),
     ]

@@ -215,18 +215,18 @@ def test_a_tenant_that_has_used_its_tokens_of_the_day_waits_in_the_queue_and_goe
     async def story():
         async with serving(config(tmp_path)) as service:
             ann = await tenant(service, "ann", quotas={"tokens_per_day": 20})
-            record = await service.submit(ann, of("a", steps=12), files=FILES)
+            record = await service.submit(ann, of("a", steps=60), files=FILES)
             await until(service, ann, record.id, "running")
             stopped = await until(service, ann, record.id, "queued", "succeeded")
-            assert stopped.state == "queued" and 0 < stopped.step < 12
+            assert stopped.state == "queued" and 0 < stopped.step < 60
             assert "tokens_per_day=20: this tenant used" in service.why(stopped)
             used = service.metering.tokens_today(ann.id)
             assert used >= 20
             await asyncio.sleep(2.5)
             assert (await service.job(ann, record.id)).state == "queued" and service.metering.tokens_today(ann.id) == used
             service.tenant_changed(await service.store.awrite(tenants.update_tenant, ann.id, quotas={}))
-            assert (await until(service, ann, record.id, "succeeded", "failed")).step == 12
+            assert (await until(service, ann, record.id, "succeeded", "failed")).step == 60
             return record.id
 
     job_id = asyncio.run(story())
-    assert steps_of(tmp_path / "data", job_id) == list(range(1, 13))
+    assert steps_of(tmp_path / "data", job_id) == list(range(1, 61))

@@ -213,9 +213,11 @@ def bench_streams(
     quick: Annotated[bool, typer.Option(help="Fewer streams, a few seconds.")] = False, json: Json = False
 ) -> None:
     """A service that trains under a thousand event streams and a hundred requests per second."""
-    from marlaas_jax.bench import streams
-
     with one_sentence():
+        try:
+            from marlaas_jax.bench import streams
+        except ModuleNotFoundError as error:
+            raise InvalidConfig(f"marlaas bench streams needs {error.name}; pip install 'marlaas-jax[service]'") from None
         streams.run(json=json, quick=quick)
 
 

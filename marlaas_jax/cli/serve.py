@@ -71,7 +71,7 @@ def _wait_ready(process: subprocess.Popen, log_path: Path, begin: int) -> dict[s
         code = process.poll()
         with log_path.open("rb") as log:
             log.seek(begin)
-            lines = log.read().decode(errors="replace").splitlines()
+            lines = log.read().decode(errors="replace").rpartition("\n")[0].splitlines()  # whole lines only
         for line in lines:
             if line.startswith('{"type": "ready"'):
                 record = jsonlib.loads(line)

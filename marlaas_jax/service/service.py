@@ -455,8 +455,10 @@ class Service:
             room, files = None, folder / "files"
             if self.sandbox is not None and config.env.rpartition(":")[0].endswith(".py"):
                 room = await asyncio.to_thread(self.sandbox.room, files)
-                if (now := self._records.get(record.id)) is None or now.state != "running" or self._is_draining:
+                now = self._records.get(record.id)
+                if now is None or now.state != "running" or self._is_draining or record.id in self.controller.jobs:
                     return await asyncio.to_thread(room.close)
+                self._close_room(record.id)  # of the job as it was before a roll-back
                 self._rooms[record.id], files = room, room.files
             names = {str(path.relative_to(files)): None for path in files.rglob("*") if path.is_file()}
             changes: dict[str, Any] = {"name": record.id}
@@ -471,6 +473,11 @@ class Service:
             self.sweeps.on_start(record.id)
         except (MarlaasError, ValueError) as error:
             self._spawn(self._move(record, "failed", ("running",), f"it cannot be started: {error}"))
+
+    def _close_room(self, job_id: str) -> None:
+        """Gives back the place where a job's uploaded code ran, if it had one."""
+        if (room := self._rooms.pop(job_id, None)) is not None:
+            self._spawn(asyncio.to_thread(room.close))
 
     def _stop_beyond_quota(self) -> None:
         """Puts running jobs back into the queue where their tenant has used its tokens of the day."""
@@ -585,8 +592,7 @@ class Service:
             self._over_quota.discard(record.id)
             self.metering.close_job(record.id)
             self.fair_share.close_job(record.id)
-            if (room := self._rooms.pop(record.id, None)) is not None:
-                self._spawn(asyncio.to_thread(room.close))
+            self._close_room(record.id)
             if (job := self.controller.jobs.get(record.id)) is not None and job.is_over:
                 self.controller.forget(record.id)
         self.events.add(f"job_{state}", moved, {"reason": reason} if reason else {})

@@ -4,13 +4,13 @@ import threading
 import time
 
 import httpx
+import openai
 import pytest
 
 from marlaas_jax.text.incremental import IncrementalText
 from tests.service.live import FILES, live, of
 from tests.workers.fake_sampling import text_of
 
-openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.multiprocess
 
 

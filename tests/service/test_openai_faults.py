@@ -7,12 +7,12 @@ import threading
 import time
 
 import httpx
+import openai
 import pytest
 
 from tests.service.live import live
 from tests.service.test_openai import client_of, said, until
 
-openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.multiprocess
 
 

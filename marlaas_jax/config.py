@@ -173,7 +173,7 @@ class JobConfig(Section):
     data: DataConfig | None = None
     steps: Count = 20  # optimizer batches to train
     seed: Seed = 0
-    weight: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0  # share of the stages, against the other jobs
+    weight: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0  # share of the stages, against its owner's other jobs
     # "exact": ids, log-probs and updates are the same bits alone or beside any other jobs; rollout.max_staleness is then 0
     isolation: Literal["shared", "exact"] = "shared"
     lora: LoraConfig = LoraConfig()

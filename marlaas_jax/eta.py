@@ -1,7 +1,7 @@
 """When a job will be done: an estimate with a band, from how long its own steps took. Pure.
 
 Seconds are those in which the job was not paused. A step's time is first brought to the present number of competitors:
-seconds * (load now / load then) ** busy, where load is the weight of all running jobs over the job's own and busy the device's
+seconds * (load now / load then) ** busy, where load is one over the job's part of a full device and busy the device's
 busy share at that step. So on a device that is never idle twice the competitors mean twice the time, and on one that mostly
 waits for environments nearly the same. The rest is the mean of the latest steps (each capped at CAP times the median) times the
 steps left. The band is that times exp(+-Z * sigma), where sigma^2
@@ -35,7 +35,7 @@ class StepTime:
     """One step that was trained."""
 
     seconds: float
-    load: float = 1.0  # weight of all running jobs over the job's own, at least 1
+    load: float = 1.0  # one over the job's part of the device while all running jobs wait for it
     busy: float = 1.0  # the device's busy share, 0 to 1
 
 

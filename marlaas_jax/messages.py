@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from marlaas_jax.fairness import Owner
 from marlaas_jax.waits import Waits
 
 PROTOCOL_VERSION = 1
@@ -62,6 +63,7 @@ class AddJob(Message, frozen=True):
     resume: start from the newest committed step in `job_dir` if there is one. The answer is JobReady or JobFailed.
     step: start from this committed step instead, and remove the newer ones once it is read; -1: the newest.
     hold: its first snapshot stays until ReleaseSnapshot.
+    owner: whose share of the learner the job's is a part of; None: it has one of its own.
     """
 
     job: str
@@ -71,6 +73,13 @@ class AddJob(Message, frozen=True):
     resume: bool = False
     step: int = -1
     hold: bool = False
+    owner: Owner | None = None
+
+
+class Reweigh(Message, frozen=True):
+    """What an owner's jobs weigh together has changed; their requests say it themselves. No answer."""
+
+    owner: Owner
 
 
 class RemoveJob(Message, frozen=True):
@@ -104,7 +113,7 @@ class Generate(Message, frozen=True):
     """Asks for one completion per seed of one prompt, all under one snapshot.
 
     version: -1 is the newest snapshot of the job, resolved by the sampler at admission; -2 is the base model (null adapter).
-    weight: the share in the sampler's queue. `eval` requests share the queue of their job.
+    weight: the share in the sampler's queue, of what `owner` gets if there is one. `eval` requests share their job's queue.
     exact: what is sampled must not depend on what else runs (`isolation: exact`).
 
     A request with a `share` is of somebody who waits for the answer: its snapshot is resolved as it arrives and outlives its
@@ -119,6 +128,7 @@ class Generate(Message, frozen=True):
     sampling: Sampling
     version: int = -1
     weight: float = 1.0
+    owner: Owner | None = None
     exact: bool = False
     share: str = ""  # of the sampler's queue, if it is not the job's own
     adapter: str = ""  # where to load the weights from if they are not here: a PEFT folder, or "RUN_DIR/JOB@STEP"

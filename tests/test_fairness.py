@@ -3,7 +3,7 @@
 import hypothesis
 import hypothesis.strategies as st
 
-from marlaas_jax.fairness import Shares
+from marlaas_jax.fairness import Owner, Shares, entitled
 
 
 def serve(shares: Shares, costs: dict[str, float], turns: int) -> dict[str, float]:
@@ -85,3 +85,80 @@ def test_counting_is_exact_after_any_amount_and_at_the_smallest_and_largest_weig
     shares.charge("heavy", 1e20)
     served = serve(shares, {"a": 1, "b": 1}, 1000)
     assert served == {"a": 500, "b": 500}
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.lists(st.floats(0.1, 10), min_size=1, max_size=4)), min_size=2, max_size=4),
+    st.integers(1, 300),
+)
+def test_owners_get_what_their_weights_say_however_many_jobs_they_have_and_whatever_weighs_each(owners, turns):
+    """Goyal et al. 1996, section 3: the bound of the flat queue holds between owners, and within each between its jobs."""
+    shares, weights = Shares(), {}
+    for i, (weight, jobs) in enumerate(owners):
+        for j, own in enumerate(jobs):
+            shares.add(f"{i}/{j}", own, Owner(str(i), weight))
+            weights[f"{i}/{j}"] = own
+    served = serve(shares, dict.fromkeys(weights, 8.0), turns)
+    together = [sum(served[f"{i}/{j}"] for j in range(len(jobs))) for i, (_, jobs) in enumerate(owners)]
+    for i, (weight, jobs) in enumerate(owners):
+        for other, (other_weight, _) in zip(together, owners, strict=True):
+            assert abs(together[i] / weight - other / other_weight) <= max(8 / weight, 8 / other_weight) + 1e-6
+        for j, own in enumerate(jobs):
+            for k, other in enumerate(jobs):
+                bound = max(8 / own, 8 / other)
+                assert abs(served[f"{i}/{j}"] / own - served[f"{i}/{k}"] / other) <= bound + 1e-6
+
+
+def test_more_jobs_and_heavier_jobs_get_an_owner_no_more():
+    """The tenant with four jobs of weight 1000 against the one with a single job of weight 1."""
+    shares = Shares()
+    for i in range(4):
+        shares.add(f"greedy{i}", 1000.0, Owner("greedy", 1.0))
+    shares.add("small", 1.0, Owner("small", 1.0))
+    served = serve(shares, {f"greedy{i}": 8 for i in range(4)} | {"small": 8}, 80)
+    assert served == {f"greedy{i}": 80 for i in range(4)} | {"small": 320}
+
+
+def test_what_an_owners_idle_jobs_leave_goes_to_its_others():
+    shares = Shares()
+    for job, owner in {"a1": "a", "a2": "a", "b": "b"}.items():
+        shares.add(job, 1.0, Owner(owner, 1.0))
+    assert serve(shares, {"a1": 8, "b": 8}, 20) == {"a1": 80, "b": 80}
+    assert serve(shares, {"a1": 8, "a2": 8, "b": 8}, 40) == {"a1": 80, "a2": 80, "b": 160}, "idling earned a2 nothing"
+    shares.remove("a1")
+    assert serve(shares, {"a2": 8, "b": 8}, 20) == {"a2": 80, "b": 80}
+    shares.remove("a2")
+    assert shares.order(["b"]) == ["b"] and "a2" not in shares
+
+
+def test_an_owners_weight_changes_for_all_of_its_jobs_at_once():
+    shares = Shares()
+    for job, owner in {"a1": "a", "a2": "a", "b": "b"}.items():
+        shares.add(job, 1.0, Owner(owner, 1.0))
+    shares.reweigh(Owner("a", 3.0))
+    shares.reweigh(Owner("nobody", 9.0))
+    served = serve(shares, {"a1": 8, "a2": 8, "b": 8}, 80)
+    assert served == {"a1": 240, "a2": 240, "b": 160}
+    assert shares.order(["b"]) == ["b"]
+
+
+def test_jobs_with_and_without_an_owner_stand_beside_each_other_and_names_do_not_collide():
+    shares = Shares()
+    shares.add("x", 2.0)
+    shares.add("y", 1.0, Owner("x", 1.0))
+    assert serve(shares, {"x": 8, "y": 8}, 30) == {"x": 160, "y": 80}
+    shares.add("y", 2.0)
+    assert serve(shares, {"x": 8, "y": 8}, 20) == {"x": 80, "y": 80}, "a job may lose its owner"
+
+
+@hypothesis.given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.floats(0.1, 10)), min_size=1, max_size=6))
+def test_what_each_job_is_entitled_to_is_what_it_is_served(jobs):
+    owners = {"": None, "a": Owner("a", 1.0), "b": Owner("b", 3.0)}
+    parts = entitled({str(i): (weight, owners[owner]) for i, (owner, weight) in enumerate(jobs)})
+    assert abs(sum(parts.values()) - 1.0) < 1e-9
+    shares = Shares()
+    for i, (owner, weight) in enumerate(jobs):
+        shares.add(str(i), weight, owners[owner])
+    served = serve(shares, dict.fromkeys(parts, 1.0), 2000)
+    for job, part in parts.items():
+        assert abs(served[job] / 2000 - part) < 0.01

@@ -40,6 +40,7 @@ from marlaas_jax.messages import (
     PauseJob,
     ReleaseSnapshot,
     RemoveJob,
+    Reweigh,
     StepDone,
     TrainBatch,
 )
@@ -115,6 +116,8 @@ class ColocatedDevice:
             case CancelGenerate():
                 self._stored.cancel(message.request_id)
                 self._sampler.cancel(message.request_id)
+            case Reweigh():
+                self._learner.reweigh(message.owner)
             case ReleaseSnapshot():
                 self._sampler.release(message.job, message.incarnation, message.version)
             case TrainBatch():
@@ -274,10 +277,10 @@ class ColocatedDevice:
             job.step = job.saved_step = state.step
             job.ledger = state.ledger
             weights = {"arrays": state.arrays, "counters": state.counters}
-            self._learner.add_job(config.name, job.incarnation, config, spec, state=weights)
+            self._learner.add_job(config.name, job.incarnation, config, spec, state=weights, owner=message.owner)
         else:
             start = initial.weights(self._model, spec, config.lora.init_from, self._max_rank, self._identity)
-            self._learner.add_job(config.name, job.incarnation, config, spec, weights=start)
+            self._learner.add_job(config.name, job.incarnation, config, spec, weights=start, owner=message.owner)
         snapshot = self._publish(job, config.name)
         if message.hold:
             self._sampler.hold(config.name, job.incarnation, snapshot.version)

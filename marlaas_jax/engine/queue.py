@@ -1,4 +1,4 @@
-"""One queue per job; the job furthest behind its weighted share of tokens goes first.
+"""One queue per job; the job furthest behind its weighted share of tokens goes first, of the owner furthest behind its own.
 
 When the job at the front cannot start (no adapter slot is free), others may overtake it, but by no more than
 `max_overtaking_tokens` together: then only what has begun goes on, and that ends in bounded time.
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from marlaas_jax.fairness import Shares
+from marlaas_jax.fairness import Owner, Shares
 
 Item = TypeVar("Item")
 
@@ -35,9 +35,9 @@ class FairQueue(Generic[Item]):
         """Returns the number of waiting items of each job that has any."""
         return {name: len(job.items) for name, job in self._jobs.items() if job.items}
 
-    def push(self, name: str, item: Item, weight: float = 1.0) -> None:
-        """Appends an item; `weight` is the job's from now on."""
-        self._shares.add(name, weight)
+    def push(self, name: str, item: Item, weight: float = 1.0, owner: Owner | None = None) -> None:
+        """Appends an item; `weight` and `owner` are the job's from now on."""
+        self._shares.add(name, weight, owner)
         job = self._jobs.setdefault(name, _Job(deque()))
         if not job.items:
             job.overtaken_tokens = 0.0

@@ -112,7 +112,7 @@ class Sampler:
             self._snapshots.use(request.pinned_version)
         request.submitted_s = self._clock()
         self._requests[message.request_id] = request
-        self._queue.push(request.share, request, message.weight)
+        self._queue.push(request.share, request, message.weight, message.owner)
 
     def _refusal(self, message: Generate) -> tuple[str, str]:
         """Returns (finish reason, error) of a request that ends before it starts, else two empty strings."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from marlaas_jax.config import JobConfig, RuntimeConfig
 from marlaas_jax.errors import CorruptFile, InternalError, InvalidRequest, NotFound, UserError, WrongWeights
-from marlaas_jax.fairness import Shares
+from marlaas_jax.fairness import Owner, Shares
 from marlaas_jax.learner import buckets, figures, rows, state
 from marlaas_jax.learner.batch import SCORE_BASE, SCORE_PROXIMAL, TRAIN, Batch, Work
 from marlaas_jax.learner.buckets import LearnerSizes
@@ -146,6 +146,7 @@ class Learner:
         spec: AdapterSpec,
         state: Mapping[str, Any] | None = None,
         weights: Weights | None = None,
+        owner: Owner | None = None,
     ) -> None:
         """Opens a job: fresh, from given weights (padded to the bank's rank), or exactly where `state` left it."""
         if job in self._jobs:
@@ -165,7 +166,11 @@ class Learner:
         else:
             executor.place(slot, weights, first, second, spec.scale)
         self._jobs[job] = added
-        self._shares.add(job, config.weight)
+        self._shares.add(job, config.weight, owner)
+
+    def reweigh(self, owner: Owner) -> None:
+        """Changes what the owner's jobs weigh together."""
+        self._shares.reweigh(owner)
 
     def remove_job(self, job: str) -> None:
         """Closes a job and wipes its slot: weights, moments, gradients, counters (H02). An unknown job is no error."""

@@ -1,12 +1,12 @@
 """The rollouts of all jobs: shares the environment pools between them and routes events and commands.
 
-A pool's episodes are shared between the jobs by weight, counted as they start; the sampler and the learner share their own
-tokens. One job's fault ends that job: events of a job that is gone are ignored.
+A pool's episodes are shared between owners and their jobs by weight, counted as they start; the sampler and the learner share
+their own tokens. One job's fault ends that job: events of a job that is gone are ignored.
 """
 
 from collections.abc import Callable
 
-from marlaas_jax.fairness import Shares
+from marlaas_jax.fairness import Owner, Shares
 from marlaas_jax.messages import (
     EnvClose,
     EnvDone,
@@ -46,14 +46,19 @@ class Orchestrator:
 
     # ---- pools and workers
 
-    def register(self, job: str, pool: str, weight: float) -> None:
+    def register(self, job: str, pool: str, weight: float, owner: Owner | None = None) -> None:
         """Says which pool a job's episodes run in; before its rollouts start."""
         if pool not in self.pools:
             self.pools[pool] = Pool(pool, self.max_episodes_per_worker)
             self._shares[pool] = Shares()
         self.pools[pool].jobs.add(job)
-        self._shares[pool].add(job, weight)
+        self._shares[pool].add(job, weight, owner)
         self._pool_of[job] = pool
+
+    def reweigh(self, owner: Owner) -> None:
+        """Changes what an owner's jobs weigh together."""
+        for shares in self._shares.values():
+            shares.reweigh(owner)
 
     def on_worker_ready(self, pool: str, worker_id: str, job: str, now: float) -> None:
         """A worker of the pool has loaded the job's environment."""

@@ -6,7 +6,7 @@ until a worker has it), "train" (a batch, until its first block is computed).
 A share of the device means something only among those that wanted more of it. A tenant is *backlogged* in a report's second
 where one of its jobs had, at every dispatch of that second, something waiting for the sampler or with the learner. Counted over
 a window are the tenants that were backlogged in every second of it in which the device worked; x = device seconds over weight
-for each, weight being the sum over its backlogged jobs; and Jain's index (Jain, Chiu, Hawe 1984) is (sum x)^2 / (n sum x^2): 1
+for each, weight being the tenant's; and Jain's index (Jain, Chiu, Hawe 1984) is (sum x)^2 / (n sum x^2): 1
 where all had their share, 1/n where one had all. With fewer than two such tenants there is no index.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from marlaas_jax.fairness import Owner
 from marlaas_jax.messages import DeviceStatus
 from marlaas_jax.waits import BOUNDS_S, Waits
 
@@ -66,14 +67,20 @@ class FairShare:
     """Takes the reports of the device and the waits of the environments; knows whose jobs are whose."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str, tuple[str, float]] = OrderedDict()  # job -> tenant, weight
+        self._jobs: OrderedDict[str, str] = OrderedDict()  # job -> tenant
+        self._weights: dict[str, float] = {}  # of tenants
         self._ended: OrderedDict[str, None] = OrderedDict()  # of those, the oldest first
         self._received: OrderedDict[str, Received] = OrderedDict()  # by tenant; who was served longest ago first
         self._seconds: deque[_Second] = deque()
 
-    def open_job(self, job_id: str, tenant_id: str, weight: float) -> None:
-        """Says whose a job is and what its share counts."""
-        self._jobs[job_id] = tenant_id, weight
+    def weigh(self, owner: Owner) -> None:
+        """Says what a tenant's share counts, from now on."""
+        self._weights[owner.name] = owner.weight
+
+    def open_job(self, job_id: str, owner: Owner) -> None:
+        """Says whose a job is."""
+        self._jobs[job_id] = owner.name
+        self.weigh(owner)
         self._ended.pop(job_id, None)
 
     def close_job(self, job_id: str) -> None:
@@ -89,19 +96,15 @@ class FairShare:
             for stage, by_job in stages.items():
                 for job, entry in by_job.items():
                     if job in self._jobs and stage in STAGES:
-                        self._of(self._jobs[job][0]).waits.setdefault(stage, Waits()).merge(entry)
+                        self._of(self._jobs[job]).waits.setdefault(stage, Waits()).merge(entry)
         device_s: defaultdict[str, float] = defaultdict(float)
         for job, seconds in status.busy_by_job_s.items():
             if job in self._jobs:
-                device_s[self._jobs[job][0]] += seconds
-                self._of(self._jobs[job][0]).device_s += seconds
-        weights: defaultdict[str, float] = defaultdict(float)
-        for job in status.backlogged:
-            if job in self._jobs:
-                tenant, weight = self._jobs[job]
-                weights[tenant] += weight
+                device_s[self._jobs[job]] += seconds
+                self._of(self._jobs[job]).device_s += seconds
+        weights = {tenant: self._weights[tenant] for job in status.backlogged if (tenant := self._jobs.get(job)) is not None}
         if device_s:  # else the device did nothing: nobody was kept waiting for another
-            self._seconds.append(_Second(now, dict(device_s), dict(weights)))
+            self._seconds.append(_Second(now, dict(device_s), weights))
         while self._seconds and now - self._seconds[0].time > MAX_WINDOW_S:
             self._seconds.popleft()
 

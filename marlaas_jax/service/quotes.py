@@ -30,7 +30,7 @@ FEWER_EVAL, MORE_EVAL = 0.5, 2.0
 class Load:
     """How busy the service is."""
 
-    load: float  # weight of all running jobs and this one, over this one's
+    load: float  # one over its part of the device while it and all running jobs wait for it
     busy: float  # busy share of the device
     waits_for: str = ""  # why the job would wait in the queue; "" if it would start at once
 

@@ -1,8 +1,8 @@
 """Sampling for tenants who wait for the answer: which weights a name means, what may be asked, the way to the device and back.
 
 A model is the base's name, JOB (its newest version: the published one while it runs, else the last that was committed) or
-JOB@STEP (a committed step). All of a tenant's requests share one place in the sampler's queue, with the tenant's weight, beside
-those of its jobs' rollouts. A request that the device lost before anything of it was delivered is sent again; every wait ends
+JOB@STEP (a committed step). All of a tenant's requests have one place in the sampler's queue, within the tenant's share, beside
+its jobs' rollouts. A request that the device lost before anything of it was delivered is sent again; every wait ends
 at the request's deadline.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from marlaas_jax.errors import MarlaasError, NotFound, QuotaExceeded, WorkerLost
+from marlaas_jax.fairness import Owner
 from marlaas_jax.messages import BASE_MODEL, LATEST, Generate, Generated, GeneratedPart, Sampling
 from marlaas_jax.service.job_folder import checkpoints
 from marlaas_jax.service.metering import Metering
@@ -188,8 +189,8 @@ class SamplingDesk:
         record, step = order.model.record, order.model.step
         tenant = order.tenant
         common = Generate(
-            "", "", 0, (), order.seeds, order.sampling, version=BASE_MODEL, weight=tenant.weight, share=SHARE + tenant.id,
-            partial=order.is_partial,
+            "", "", 0, (), order.seeds, order.sampling, version=BASE_MODEL, share=SHARE + tenant.id,
+            owner=Owner(tenant.id, tenant.weight), partial=order.is_partial,
         )  # fmt: skip
         if record is None:
             return common

@@ -32,6 +32,7 @@ from marlaas_jax.errors import (
     QuotaExceeded,
     StorageError,
 )
+from marlaas_jax.fairness import Owner, entitled
 from marlaas_jax.messages import DeviceStatus
 from marlaas_jax.rollout.records import Wait
 from marlaas_jax.service import quotes
@@ -230,8 +231,9 @@ class Service:
 
     def _quote(self, tenant_id: str, config: JobConfig, waits_for: str = "") -> quotes.Quote:
         assert self.controller.model is not None, "the service is not served"
-        beside = sum(job.config.weight for job in self.controller.jobs.values() if job.state == RUNNING)
-        load = quotes.Load(1.0 + beside / config.weight, self.controller.busy_share, waits_for)
+        jobs = {job.name: (job.config.weight, job.owner) for job in self.controller.jobs.values() if job.state == RUNNING}
+        part = entitled(jobs | {"": (config.weight, self._owner(tenant_id))})[""]
+        load = quotes.Load(1.0 / part, self.controller.busy_share, waits_for)
         known = self.rates.known(tenant_id, config)
         return quotes.quote(config, known, self.controller.model, self.controller.runtime.engine.max_context, load)
 
@@ -391,6 +393,8 @@ class Service:
     def tenant_changed(self, tenant: Tenant) -> None:
         """Takes over a tenant's new weight and quotas."""
         self._tenants[tenant.id] = tenant
+        self.fair_share.weigh(self._owner(tenant.id))
+        self.controller.reweigh(self._owner(tenant.id))
         self._wake.set()
 
     @property
@@ -441,10 +445,13 @@ class Service:
         if self._records.get(job_id) is moved:
             await self._start(moved)
 
+    def _owner(self, tenant_id: str) -> Owner:
+        return Owner(tenant_id, self._tenants[tenant_id].weight)
+
     async def _start(self, record: JobRecord) -> None:
         """Gives a job to the controller: new, or going on from its last committed step."""
         self.metering.open_job(record.id, record.tenant_id)
-        self.fair_share.open_job(record.id, record.tenant_id, record.config.get("weight", 1.0))
+        self.fair_share.open_job(record.id, self._owner(record.tenant_id))
         job = self.controller.jobs.get(record.id)
         if job is not None and job.state == PAUSED:
             self.controller.unpause(record.id)
@@ -466,7 +473,7 @@ class Service:
                 changes["lora"] = config.lora.model_copy(update={"init_from": self._adapter_path(config.lora.init_from)})
             config = localized(config, names, files).model_copy(update=changes)
             resume = (folder / "state.json").is_file()
-            job = self.controller.add(config, folder, resume, room, record.tenant_id)
+            job = self.controller.add(config, folder, resume, room, self._owner(record.tenant_id))
             job.quoted_step = self._quote(record.tenant_id, JobConfig.model_validate(record.config)).per_step
             if job.is_over:  # it ended before a crash, and the store was not told
                 self._on_over(job)

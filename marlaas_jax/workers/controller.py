@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec.structs import replace
 
 from marlaas_jax.config import JobConfig, RuntimeConfig
 from marlaas_jax.errors import (
@@ -28,6 +29,7 @@ from marlaas_jax.errors import (
     user_error,
 )
 from marlaas_jax.eta import Span
+from marlaas_jax.fairness import Owner
 from marlaas_jax.messages import (
     AddJob,
     CancelGenerate,
@@ -53,6 +55,7 @@ from marlaas_jax.messages import (
     PauseJob,
     ReleaseSnapshot,
     RemoveJob,
+    Reweigh,
     Shutdown,
     StepDone,
     TrainBatch,
@@ -252,7 +255,7 @@ class Controller:
         if not self._processes.has_device:
             self._processes.start_device(self._runtime_path)
 
-    def add(self, config: JobConfig, folder: Path, resume: bool, room: Room | None = None, owner: str = "") -> Job:
+    def add(self, config: JobConfig, folder: Path, resume: bool, room: Room | None = None, owner: Owner | None = None) -> Job:
         """Takes a job in: a new one, or with `resume` one that has a history in `folder`. Its name must not be in use."""
         assert config.name not in self.jobs, config.name
         job = Job(config, folder, room, owner)
@@ -265,6 +268,15 @@ class Controller:
         if not job.is_over:
             self._open(job)
         return job
+
+    def reweigh(self, owner: Owner) -> None:
+        """Changes what an owner's jobs weigh together, in all stages."""
+        for job in self.jobs.values():
+            if job.owner is not None and job.owner.name == owner.name:
+                job.owner = owner
+        self.orchestrator.reweigh(owner)
+        if self._device.worker_id:
+            self._send(self._device.worker_id, Reweigh(owner))
 
     def pause(self, name: str) -> None:
         """Stops a job's rollouts, lets the device train and save what it has of it, and frees its places."""
@@ -324,7 +336,7 @@ class Controller:
 
     def _open(self, job: Job) -> None:
         """Gets a job its workers and its place on the device."""
-        self.orchestrator.register(job.name, job.pool, job.config.weight)
+        self.orchestrator.register(job.name, job.pool, job.config.weight, job.owner)
         if not job.has_remote_data:
             self._processes.start_data_worker(job.data_worker, job.data_room)
         if not job.is_remote:
@@ -687,7 +699,7 @@ class Controller:
         config = job.config.model_dump_json().encode()
         step = -1 if job.go_on_from is None else job.go_on_from
         where, hold = str(job.folder), job.holds_first
-        added = AddJob(job.name, job.incarnation, config, where, resume=job.is_resumed, step=step, hold=hold)
+        added = AddJob(job.name, job.incarnation, config, where, job.is_resumed, step, hold, job.owner)
         self._suspects.joined(job.name, time.monotonic())
         self._send(self._device.worker_id, added)
 
@@ -749,7 +761,10 @@ class Controller:
         match command:
             case Send():
                 self._send(command.worker_id, command.message)
-            case Generate() | CancelGenerate() | TrainBatch() | ReleaseSnapshot():
+            case Generate():
+                owner = self.jobs[command.job].owner
+                self._send(self._device.worker_id, command if owner is None else replace(command, owner=owner))
+            case CancelGenerate() | TrainBatch() | ReleaseSnapshot():
                 self._send(self._device.worker_id, command)
             case GetItem():
                 job = self.jobs[command.job]

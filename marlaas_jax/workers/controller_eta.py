@@ -15,6 +15,7 @@ from typing import Any
 
 from marlaas_jax import eta
 from marlaas_jax.eta import Span, StepTime
+from marlaas_jax.fairness import entitled
 from marlaas_jax.workers.controller_jobs import Job
 from marlaas_jax.workers.controller_status import RUNNING
 
@@ -42,21 +43,21 @@ class Forecasts:
 
     def figures(self, job: Job, jobs: Iterable[Job], busy_share: float) -> dict[str, float]:
         """Returns what the line of a batch that was just trained tells about time."""
-        load = _load(job, jobs)
+        load = 1.0 / _parts(job, jobs)[job.name]
         return {"job/active_s": job.active_s(self._clock()), "job/load": load, "device/busy_share": busy_share}
 
     def stepped(self, job: Job, jobs: Iterable[Job]) -> None:
         """Makes a new forecast after a batch; notes the band where it is due."""
         running = list(jobs)
         at_s = job.active_s(self._clock())
-        weight = job.config.weight
+        parts = _parts(job, running)
         sharers = [
-            (other.config.weight / weight, left.expected_s)
+            (parts[other.name] / parts[job.name], left.expected_s)
             for other in running
-            if other is not job and other.state == RUNNING and (left := self.left(other)) is not None
+            if other is not job and other.name in parts and (left := self.left(other)) is not None
         ]
         span = eta.estimate(
-            times_of(job), job.config.steps - job.step, load=_load(job, running), sharers=sharers,
+            times_of(job), job.config.steps - job.step, load=1.0 / parts[job.name], sharers=sharers,
             tail_s=job.eval_s + self._export_s, per_step=job.quoted_step,
         )  # fmt: skip
         if span is None:
@@ -106,6 +107,6 @@ def times_of(job: Job) -> list[StepTime]:
     return times
 
 
-def _load(job: Job, jobs: Iterable[Job]) -> float:
-    others = sum(other.config.weight for other in jobs if other is not job and other.state == RUNNING)
-    return 1.0 + others / job.config.weight
+def _parts(job: Job, jobs: Iterable[Job]) -> dict[str, float]:
+    """Returns the share of each running job, and of this one, while all of them wait for the device."""
+    return entitled({j.name: (j.config.weight, j.owner) for j in (job, *jobs) if j is job or j.state == RUNNING})

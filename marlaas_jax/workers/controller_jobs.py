@@ -7,6 +7,7 @@ from typing import Any
 
 from marlaas_jax.config import JobConfig
 from marlaas_jax.eta import Span
+from marlaas_jax.fairness import Owner
 from marlaas_jax.messages import EnvLoaded, JobReady, LoadEnv, StepDone
 from marlaas_jax.rl import objective
 from marlaas_jax.rollout.commands import EvalDone
@@ -40,8 +41,9 @@ def remote_group(owner: str, name: str, role: str) -> str:
 class Job:
     """State of one job over all its incarnations."""
 
-    def __init__(self, config: JobConfig, folder: Path, room: Room | None = None, owner: str = ""):
+    def __init__(self, config: JobConfig, folder: Path, room: Room | None = None, owner: Owner | None = None):
         self.config = config
+        self.owner = owner  # whose share the job's is a part of
         self.name = config.name
         self.folder = folder
         self.files = JobFiles(folder, time.time)
@@ -69,9 +71,10 @@ class Job:
         self.data_worker = f"data-{self.name}" if is_file and config.data is None else "data"
         self.is_remote = config.env.startswith(REMOTE)  # its owner's own workers run its environment
         if self.is_remote:
-            self.pool = remote_group(owner, config.env.removeprefix(REMOTE), "environment")
+            tenant = "" if owner is None else owner.name
+            self.pool = remote_group(tenant, config.env.removeprefix(REMOTE), "environment")
             if config.data is None:
-                self.data_worker = remote_group(owner, config.env.removeprefix(REMOTE), "data")
+                self.data_worker = remote_group(tenant, config.env.removeprefix(REMOTE), "data")
         self.room = room if is_file else None  # to which the workers that run the file are confined
         self.data_room = self.room if self.data_worker != "data" else None
         self.has_remote_data = self.is_remote and config.data is None

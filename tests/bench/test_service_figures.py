@@ -14,12 +14,12 @@ from marlaas_jax.client.records import Job
 from marlaas_jax.config import JobConfig, RuntimeConfig, validate
 
 
-def record(planned, state="succeeded", reason="", rewards=None, turns=()):
+def record(planned, state="succeeded", reason="", rewards=None, turns=(), eta_within=()):
     config = validate(JobConfig, planned.config | {"name": planned.name}).model_dump(mode="json")
     rewards = [0.5] * planned.config["steps"] if rewards is None else rewards
     steps = planned.config["steps"]
     job = Job("job_1", "t", planned.name, state, reason, len(rewards), steps, 0, 0.0, 1.0, 2.0, 2.0, None, {}, config)
-    return Record(planned, job, rewards, [s for s, _ in turns], [n for _, n in turns])
+    return Record(planned, job, rewards, [s for s, _ in turns], [n for _, n in turns], list(eta_within))
 
 
 def test_the_day_is_its_seeds_and_every_job_is_valid():
@@ -48,6 +48,15 @@ def test_a_job_that_ends_otherwise_is_counted_and_named():
     ]
     line = figures.outcome_line(good + bad)
     assert line.value == 4 and not line.holds and "WorkerLost" in line.detail["wrong"][0]
+
+
+def test_bands_that_held_are_counted_over_all_jobs_that_had_one():
+    job = plan.plan(0, plan.QUICK).of("alone")[0]
+    found = [record(dataclasses.replace(job, name=str(i)), eta_within=[True, i != 3]) for i in range(5)] + [record(job)]
+    line = figures.eta_line(found)
+    assert line.value == 0.9 and line.holds and line.detail["outside"] == ["3"]
+    assert not figures.eta_line([*found, record(job, eta_within=[False])]).holds
+    assert not figures.eta_line([record(job)]).holds, "nothing was forecast"
 
 
 def test_seed_bound_is_students_two_sample_interval():

@@ -9,6 +9,7 @@ from marlaas_jax.engine.requests import Request, Row
 from marlaas_jax.engine.snapshots import SnapshotKey, SnapshotStore
 from marlaas_jax.engine.steps import Chunk
 from marlaas_jax.errors import WrongWeights
+from marlaas_jax.fairness import Owner
 from marlaas_jax.lora.snapshot import Snapshot
 from marlaas_jax.messages import Generate, Sampling
 from tests.engine.test_sampler import ask, check, drain, make, snapshot
@@ -93,6 +94,24 @@ def test_who_waits_gets_a_slot_while_rollouts_hold_all_theirs(unrolled):
     answers |= drain(sampler)
     assert len(answers) == 61
     check(unrolled, answers["rollouts", 39], 1)
+
+
+def test_a_tenants_requests_count_with_its_jobs_against_other_tenants(unrolled):
+    """One tenant has a job and requests, the other a job alone: each tenant gets half."""
+    sampler = make(unrolled, reserved_slots=1)
+    greedy, small = Owner("greedy", 1.0), Owner("small", 1.0)
+    for job in "ab":
+        sampler.publish(snapshot(unrolled, job, 0, 1))
+    for i in range(40):
+        sampler.submit(msgspec.structs.replace(ask(f"a{i}", "a", seeds=range(4), max_tokens=8), owner=greedy, weight=1000.0))
+        sampler.submit(
+            msgspec.structs.replace(wait_for(f"w{i}", "a", seeds=range(4), max_tokens=8), owner=greedy, weight=1000.0)
+        )
+        sampler.submit(msgspec.structs.replace(ask(f"b{i}", "b", seeds=range(4), max_tokens=8), owner=small))
+    while sampler.counters()["engine/sampled_tokens"] < 800:
+        sampler.step()
+    used = {share: sampler.sampled_tokens[share] + sampler.prefilled_tokens[share] for share in ("a", "tenant", "b")}
+    assert 0.8 < used["b"] / (used["a"] + used["tenant"]) < 1.25, used
 
 
 def test_a_tenants_requests_and_its_jobs_rollouts_share_by_weight(unrolled):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from marlaas_jax.errors import CorruptFile, InternalError, InvalidRequest, NotFound, WrongWeights
+from marlaas_jax.fairness import Owner
 from marlaas_jax.lora.adapter import AdapterSpec
 from marlaas_jax.messages import JobFailed, StepDone, TrainBatch, TrainGroup
 from marlaas_jax.rl.advantages import group_advantages
@@ -423,6 +424,25 @@ def test_jobs_share_the_learner_by_weight():
         learner.step()
         served = {n: 24 - len(learner._jobs[n].batches[0].current.work) for n in served}
     assert served == {"a": 12, "b": 4}
+
+
+def test_a_tenants_jobs_share_what_the_tenant_gets_of_the_learner():
+    """Two jobs of weight 1000 of one tenant beside one of weight 1 of another: blocks are dealt out 1 : 1, later 3 : 1."""
+    learner = small.make_learner(
+        sizes=dataclasses.replace(small.SIZES, shapes=(dataclasses.replace(small.SHAPES[1], blocks=1),))
+    )
+    for name, owner, weight in (("a1", "a", 1000.0), ("a2", "a", 1000.0), ("b", "b", 1.0)):
+        learner.add_job(name, 0, small.make_job(name, weight=weight), small.SPEC, owner=Owner(owner, 1.0))
+        learner.submit(small.make_batch(name, groups=24, rows=2))
+
+    def served_after(steps: int) -> list[int]:
+        while sum(served := [24 - len(learner._jobs[n].batches[0].current.work) for n in ("a1", "a2", "b")]) < steps:
+            learner.step()
+        return served
+
+    assert served_after(16) == [4, 4, 8]
+    learner.reweigh(Owner("b", 3.0))
+    assert served_after(32) == [6, 6, 20]
 
 
 def test_metrics_are_means_over_tokens_of_known_values():

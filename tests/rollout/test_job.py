@@ -4,6 +4,7 @@ import struct
 
 import pytest
 
+from marlaas_jax.fairness import Owner
 from marlaas_jax.messages import EnvDone, EnvObservation, Generate
 from marlaas_jax.rollout.commands import BatchSent, EpisodeEnded, EvalDone, JobDone, JobGivenUp, KillWorker
 from tests.rollout.world import END, World, ready, settings
@@ -414,3 +415,13 @@ def test_episodes_of_a_pool_follow_the_weights():
     while len(world.history["heavy"]) < 60:
         world.deliver()
     assert 17 <= len(world.history["light"]) <= 24
+
+
+def test_episodes_of_a_pool_follow_the_tenants_weights_and_not_the_number_of_their_jobs():
+    world = World()
+    world.orchestrator.max_episodes_per_worker = 4
+    for name, weight in {"a1": 1000.0, "a2": 1000.0, "b": 1.0}.items():
+        world.add(settings(name, weight=weight, steps=60, max_staleness=4), Owner(name[0], 1.0))
+    while len(world.history["b"]) < 60:
+        world.deliver()
+    assert all(25 <= len(world.history[name]) <= 36 for name in ("a1", "a2")), {k: len(v) for k, v in world.history.items()}

@@ -6,6 +6,7 @@ Nothing happens by itself: commands become pending answers, and a test decides w
 import struct
 from collections import Counter
 
+from marlaas_jax.fairness import Owner
 from marlaas_jax.messages import (
     CancelGenerate,
     EnvClose,
@@ -85,7 +86,9 @@ class World:
         self.workers = list(workers)
         self.num_workers = len(workers)
 
-    def add(self, job: RolloutSettings, *, eval_before=False, ready_message=None, past=NOTHING) -> None:
+    def add(
+        self, job: RolloutSettings, owner: Owner | None = None, eval_before=False, ready_message=None, past=NOTHING
+    ) -> None:
         """Registers and starts a job."""
         message = ready_message or ready(job.name, job.incarnation)
         self.settings[job.name] = job
@@ -93,7 +96,7 @@ class World:
         self.steps[job.name] = message.step
         self.history.setdefault(job.name, [])
         self.batches_of[job.name, message.version] = message.step
-        self.orchestrator.register(job.name, self.pool, job.weight)
+        self.orchestrator.register(job.name, self.pool, job.weight, owner)
         for worker in self.workers:
             self.envs.setdefault(worker, {})
             self.orchestrator.on_worker_ready(self.pool, worker, job.name, self.now)

@@ -5,6 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from marlaas_jax.fairness import Owner
 from marlaas_jax.messages import DeviceStatus
 from marlaas_jax.service import fair_share
 from marlaas_jax.service.fair_share import OTHERS, FairShare, jain
@@ -31,8 +32,8 @@ def test_there_is_no_index_of_fewer_than_two():
 
 def test_only_who_was_backlogged_all_the_time_is_counted_and_by_weight():
     found = FairShare()
-    for job, tenant, weight in (("a1", "a", 1.0), ("a2", "a", 1.0), ("b1", "b", 1.0), ("c1", "c", 4.0), ("d1", "d", 1.0)):
-        found.open_job(job, tenant, weight)
+    for job, tenant, weight in (("a1", "a", 2.0), ("a2", "a", 2.0), ("b1", "b", 1.0), ("c1", "c", 4.0), ("d1", "d", 1.0)):
+        found.open_job(job, Owner(tenant, weight))
     for second in range(10):
         idle = second == 5
         waiting = ["a1", "a2", "b1", "c1"] + ([] if idle else ["d1"])
@@ -53,14 +54,14 @@ def test_only_who_was_backlogged_all_the_time_is_counted_and_by_weight():
 def test_seconds_without_work_say_nothing():
     found = FairShare()
     for job in "ab":
-        found.open_job(job, job, 1.0)
+        found.open_job(job, Owner(job, 1.0))
         found.report(report({}, ["a", "b"]), {}, 0.0)
     assert found.window(0.0).jain is None and found.window(0.0).num_reports == 0
 
 
 def test_waits_are_those_of_the_tenant_from_both_processes_and_late_reports_count():
     found = FairShare()
-    found.open_job("j", "t", 1.0)
+    found.open_job("j", Owner("t", 1.0))
     found.close_job("j")
     waits = Waits()
     waits.add(2.0, 9)
@@ -78,7 +79,7 @@ def test_tenants_and_ended_jobs_are_bounded(monkeypatch):
     monkeypatch.setattr(fair_share, "MAX_ENDED_JOBS", 5)
     found = FairShare()
     for number in range(100):
-        found.open_job(f"j{number}", f"t{number}", 1.0)
+        found.open_job(f"j{number}", Owner(f"t{number}", 1.0))
         found.report(report({f"j{number}": 1.0}), {}, float(number))
         found.close_job(f"j{number}")
     received = found.received()

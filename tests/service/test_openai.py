@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 
+from marlaas_jax.fairness import Owner
 from marlaas_jax.text.incremental import IncrementalText
 from tests.service.live import FILES, live, of
 from tests.workers.fake_sampling import text_of
@@ -344,4 +345,4 @@ def test_the_engine_s_share_is_the_tenants(service, monkeypatch):
             thread.start()
         for thread in threads:
             thread.join()
-    assert {(message.share, message.weight) for message in sent} == {(f"interactive/{tenant.id}", 3.0)}
+    assert {(message.share, message.owner) for message in sent} == {(f"interactive/{tenant.id}", Owner(tenant.id, 3.0))}

@@ -7,6 +7,8 @@ import pytest
 
 from marlaas_jax.config import JobConfig, validate
 from marlaas_jax.errors import InvalidConfig, InvalidRequest, NotFound, QuotaExceeded, StorageError
+from marlaas_jax.fairness import Owner
+from marlaas_jax.messages import AddJob, Generate, Reweigh
 from marlaas_jax.service.config import ServiceConfig
 from marlaas_jax.service.service import Service
 from marlaas_jax.store import jobs, tenants
@@ -79,6 +81,31 @@ def test_jobs_of_two_tenants_run_and_stay_their_own(tmp_path):
             with pytest.raises(NotFound):
                 await service.job(ann, first.id)
             assert not service.folder(first.id).exists() and service.folder(second.id).exists()
+
+    asyncio.run(story())
+
+
+def test_every_stage_is_told_whose_share_a_jobs_is_and_a_new_weight_holds_at_once(tmp_path, monkeypatch):
+    sent = []
+
+    async def story():
+        async with serving(config(tmp_path)) as service:
+            send = service.controller._send
+            monkeypatch.setattr(service.controller, "_send", lambda to, message: (sent.append(message), send(to, message))[1])
+            heavy = await tenant(service, "heavy", weight=3.0)
+            record = await service.submit(heavy, of("a", weight=7.0, steps=40), files=FILES)
+            before, after = Owner(heavy.id, 3.0), Owner(heavy.id, 5.0)
+            async with asyncio.timeout(60):
+                while not any(isinstance(message, Generate) for message in sent):
+                    await asyncio.sleep(0.01)
+            service.tenant_changed(await service.store.awrite(tenants.update_tenant, heavy.id, weight=5.0))
+            changed_at = len(sent)
+            assert (await until(service, heavy, record.id, "succeeded", "failed")).state == "succeeded"
+            assert [message.owner for message in sent if isinstance(message, AddJob)] == [before]
+            assert [message.owner for message in sent if isinstance(message, Reweigh)] == [after]
+            for asked, owner in ((sent[:changed_at], before), (sent[changed_at:], after)):
+                found = {(message.owner, message.weight) for message in asked if isinstance(message, Generate)}
+                assert found == {(owner, 7.0)}
 
     asyncio.run(story())
 

@@ -71,6 +71,7 @@ def _lines(records: list[Record], shares: Shares, sizes: plan.Sizes) -> list[Lin
     return [
         figures.outcome_line(records),
         *figures.reward_lines(records, sizes),
+        figures.eta_line(records),
         *figures.share_lines(shares),
         figures.wait_line(alone, by_name["small"]),
     ]

@@ -31,19 +31,22 @@ class Record:
     rewards: list[float | None]  # mean of each trained batch
     turn_s: list[float]  # from a turn's request to its last token, one per completion; of the phases that need it
     turn_tokens: list[int]
+    eta_within: list[bool]  # per band that was forecast, whether the job ended in it
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the record for a JSON file."""
         job = {name: value for name, value in vars(self.job).items() if name not in ("config", "status", "why")}
         planned = {name: value for name, value in vars(self.planned).items() if name != "config"}
-        return {"planned": planned, "job": job, "config": self.job.config, "rewards": self.rewards}
+        return {
+            "planned": planned, "job": job, "config": self.job.config, "rewards": self.rewards, "eta_within": self.eta_within,
+        }  # fmt: skip
 
 
 @dataclasses.dataclass
 class Shares:
-    """Device seconds of each counted job in the window."""
+    """Device seconds of each counted tenant in the window."""
 
-    seconds: dict[str, float]  # by the plan's name
+    seconds: dict[str, float]  # by the tenant's name
     weights: dict[str, float]
     window_s: float
     backlogged: float  # share of the looks at which every job had a batch waiting or in training
@@ -61,14 +64,15 @@ class Driver:
         self._patience_s = patience_s
         self._clients: dict[str, AsyncClient] = {}
         self._steps: dict[str, int] = {}  # by the plan's name
+        self._eta_within: dict[str, list[bool]] = {}
         self._started = time.monotonic()
 
     @contextlib.asynccontextmanager
     async def tenants(self) -> AsyncIterator[None]:
         """Makes the tenants with their keys, and looks at their jobs again and again, as long as the context is open."""
         async with self._service.client(self._service.admin_key, self._patience_s) as admin:
-            for name in ("warmup", *self.day.tenants):
-                tenant = await admin.create_tenant(name, quotas=UNLIMITED)
+            for name, weight in {"warmup": 1.0, **self.day.tenants}.items():
+                tenant = await admin.create_tenant(name, weight=weight, quotas=UNLIMITED)
                 key = await admin.create_key(tenant.id)
                 self._clients[name] = self._service.client(key.secret or "", self._patience_s)
             looking = asyncio.create_task(self._look(admin))
@@ -143,6 +147,7 @@ class Driver:
         record = Record(
             planned, job, [row.get("rollout/reward_mean") for row in rows],
             [turn["generate_s"] for turn in turns], [turn["num_tokens"] for turn in turns],
+            self._eta_within.get(planned.name, []),
         )  # fmt: skip
         if keep:
             self.records.append(record)
@@ -153,6 +158,8 @@ class Driver:
     def _on_event(self, planned: Planned, kind: str, data: dict[str, Any]) -> None:
         if kind == "step":
             self._steps[planned.name] = max(self._steps.get(planned.name, 0), int(data["step"] or 0))
+        if kind == "eta_checked":
+            self._eta_within.setdefault(planned.name, []).append(bool(data["is_within"]))
 
     async def cancel(self, planned: Planned) -> None:
         """Cancels a job that was submitted."""
@@ -199,8 +206,8 @@ class Driver:
             raise InternalError("a job that was to stay for a phase has ended before it began; give it more steps")
 
     async def _measure(self, jobs: list[Planned]) -> Shares:
-        """Returns the device seconds of each job in the window that begins now: the shares of the device's reports, summed."""
-        by_id = {self.jobs[planned.name].id: planned.name for planned in jobs}
+        """Returns the device seconds of each tenant in the window that begins now: the device's reports, summed."""
+        by_id = {self.jobs[planned.name].id: planned.tenant for planned in jobs}
         seconds = dict.fromkeys(by_id.values(), 0.0)
         looks = backlogged = 0
         begin = last = time.monotonic()
@@ -216,7 +223,7 @@ class Driver:
                 statuses = [(await admin.job(job_id)).status for job_id in by_id]
                 looks += 1
                 backlogged += all(status and status["queues"].get("training_batches") for status in statuses)
-        weights = {planned.name: float(planned.config["weight"]) for planned in jobs}
+        weights = {name: self.day.tenants[name] for name in seconds}
         return Shares(seconds, weights, last - begin, backlogged / looks)
 
     async def _look(self, admin: AsyncClient) -> None:

@@ -38,6 +38,16 @@ def _as_planned(record: Record) -> bool:
     return job.state != "failed" or any(text in job.reason for text in planned.reason)
 
 
+def eta_line(records: Sequence[Record]) -> Line:
+    """Returns which part of the bands that were forecast for jobs, at a fifth and half of their steps, held their ends."""
+    checked = {r.planned.name: r.eta_within for r in records if r.eta_within}
+    within = [is_within for found in checked.values() for is_within in found]
+    share = statistics.fmean(within) if within else math.nan
+    outside = sorted(name for name, found in checked.items() if not all(found))
+    shown = f"{100 * share:.0f}% of {len(within)} bands of {len(checked)} jobs"
+    return Line("jobs that ended within the band of their ETA", share, shown, ">= 0.9", {"outside": outside})
+
+
 def final_reward(rewards: Sequence[float | None], last_steps: int) -> float:
     """Returns the mean reward of the last batches; NaN without any."""
     known = [reward for reward in rewards[-last_steps:] if reward is not None]

@@ -3,7 +3,8 @@
 Four phases follow each other on one service:
 
     alone   a job per task kind and seed, one after the other: what the crowd's jobs are held against
-    shares  tenants that are backlogged all the time, of equal weight and of weights 1:2:4, for a while; then they cancel
+    shares  tenants that are backlogged all the time, of equal weight and of weights 1:2:4, for a while; then they cancel.
+            One of the equal ones wants more: it has three jobs, and gives each the largest weight there is
     flood   a tenant with many jobs of large batches, and beside it, once it has begun, a small one
     crowd   everybody else, arriving over time, while the flood goes on: the jobs of `alone` once more, tenants of all kinds,
             jobs that hang, raise, are cancelled, are paused and go on
@@ -41,6 +42,7 @@ KINDS = {
     "own slow reward": Kind(f"{REWARDS}:slow", 1e-3, True),
 }
 OTHERS = ("tiny:first", "tiny:last", "tiny:lower", "tiny:rev", "tiny:second", "tiny:swap", "tiny:max", "tiny:join")
+GREEDY_JOBS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +97,10 @@ class Day:
     jobs: tuple[Planned, ...]
 
     @property
-    def tenants(self) -> tuple[str, ...]:
-        """Their names."""
-        return tuple(sorted({job.tenant for job in self.jobs}))
+    def tenants(self) -> dict[str, float]:
+        """Their weights, by name."""
+        weighted = {_sharer(number): weight for number, weight in enumerate(self.sizes.weights)}
+        return {name: weighted.get(name, 1.0) for name in sorted({job.tenant for job in self.jobs})}
 
     def of(self, *phases: str) -> list[Planned]:
         """Returns the jobs of some phases."""
@@ -146,11 +149,17 @@ def _shares(sizes: Sizes) -> list[Planned]:
     rollout = {"group_size": 8, "groups_per_batch": 4, "max_staleness": 3}
     return [
         Planned(
-            f"share-{number}", f"share{number}", "shares", f"backlogged, weight {weight:g}",
-            _config("tiny:upper", 100_000, number, 1e-4, weight=weight, rollout=rollout), ends="cancelled",
+            f"share-{number}-{i}", _sharer(number), "shares", f"backlogged, weight {weight:g}",
+            _config("tiny:upper", 100_000, number, 1e-4, rollout=rollout, weight=1000.0 if number == 0 else 1.0),
+            ends="cancelled",
         )
         for number, weight in enumerate(sizes.weights)
+        for i in range(GREEDY_JOBS if number == 0 else 1)
     ]  # fmt: skip
+
+
+def _sharer(number: int) -> str:
+    return f"share{number}"
 
 
 def _flood(sizes: Sizes) -> list[Planned]:

@@ -30,10 +30,10 @@ quickstart: $(VENV)/.installed  ## Trains four jobs at once on SmolLM2-135M, on 
 	@$(VENV)/bin/marlaas run examples/quickstart.yaml
 
 test: $(VENV)/.installed  ## The fast tests
-	@$(PYTEST)
+	@$(PYTEST) -n 2 --dist loadfile
 
 test-slow: $(VENV)/.installed-test  ## The slow tests: live references (torch, transformers, peft), crashes, learning, notebooks
-	@$(PYTEST) -m slow --timeout 600 -o faulthandler_timeout=590
+	@$(PYTEST) -m slow -n 2 --dist loadfile --timeout 600 -o faulthandler_timeout=590
 
 test-long: $(VENV)/.installed  ## What takes many minutes and CI leaves out: killed and frozen services, a scripted day, two hundred crowds
 	@$(PYTEST) -m long --timeout 3600 -o faulthandler_timeout=3590

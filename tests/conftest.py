@@ -16,6 +16,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "agg")
 
+# The fast tests compile a few thousand programs and run each for milliseconds; compiled this way they take half the time. The
+# slow and long tests run what users run.
+QUICK_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        for name, value in QUICK_COMPILE.items():
+            os.environ.setdefault(name, value)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     platforms = os.environ["JAX_PLATFORMS"]

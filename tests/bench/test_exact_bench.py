@@ -7,7 +7,7 @@ import pytest
 from marlaas_jax.bench import exact as bench
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_quick_run_keeps_the_promise(capsys):
     report = bench.run(json=True, quick=True)

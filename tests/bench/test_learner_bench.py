@@ -40,7 +40,7 @@ def test_the_plain_form_gives_the_same_gradient_as_the_learner():
     assert done[0].metrics["learner/grad_norm"] == pytest.approx(norm, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_quick_run_reports_every_line(capsys):
     report = bench.run(json=True, quick=True, cores=1024)
     assert len(report["lines"]) == 9

@@ -7,7 +7,7 @@ import pytest
 
 from marlaas_jax.bench import streams
 
-pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.long, pytest.mark.multiprocess]
 
 
 def test_quick_run_reports_every_line(capsys):

@@ -7,6 +7,8 @@ import pytest
 from marlaas_jax.messages import FinishJob, JobFinished, JobPaused, JobReady, PauseJob, RemoveJob
 from tests.device.harness import CANARY, Harness, failures, run_config, steps_done
 
+pytestmark = pytest.mark.slow  # bits that are the same only as users compile: with quickly compiled programs places differ
+
 NAMES = [f"job{i}" for i in range(12)]
 NUM_STEPS = 2
 

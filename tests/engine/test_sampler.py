@@ -232,13 +232,13 @@ def test_memory_is_flat_over_a_thousand_publishes(unrolled):
 
 
 def test_memory_is_flat_with_more_jobs_than_slots(unrolled):
-    """A thousand publishes of twelve jobs in a bank for three: two more may stay on the device, the rest goes to the host."""
+    """300 publishes of twelve jobs in a bank for three: two more may stay on the device, the rest goes to the host."""
     sampler = make(unrolled, is_warm=True, num_adapter_slots=4, max_device_snapshots=2)
     jobs = [f"job{i}" for i in range(12)]
     slots = {job: i % 4 + 1 for i, job in enumerate(jobs)}
     content = {slot: banks.read(unrolled.bank, slot) for slot in slots.values()}
     live, seen = [], {}
-    for turn in range(1000):
+    for turn in range(300):
         job = jobs[turn % 12]
         weights, scale = content[slots[job]]
         weights = {**weights, "q": {**weights["q"], "up": weights["q"]["up"] + 0}}
@@ -451,7 +451,9 @@ def test_wrong_weights_show_in_the_fingerprint(unrolled):
     assert sampler.publish(sent) != sent.fingerprint
 
 
-@pytest.mark.parametrize(("is_layered", "form"), [(False, "blocks"), (True, "blocks"), (False, "onehot")])
+@pytest.mark.parametrize(
+    ("is_layered", "form"), [(False, "blocks"), pytest.param(True, "blocks", marks=pytest.mark.slow), (False, "onehot")]
+)
 def test_nothing_compiles_after_warmup(unrolled, monkeypatch, is_layered, form):
     """H44: mixed lengths, adapters, temperatures, publishes, cancels and scores after warm-up: no program is compiled."""
     monkeypatch.setattr(layered, "MIN_LAYERS", 1 if is_layered else 99)

@@ -58,6 +58,7 @@ def test_the_shipped_weights_have_the_recorded_scores(shipped):
     assert np.mean([s.sampled for s in scores.values()]) == pytest.approx(np.mean(list(record["sampled"].values())), abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_score_is_what_sampling_gives(shipped, tokenizer):
     """The expected reward from one forward pass against rewards of sampled answers, drawn token by token."""
     config, params = shipped
@@ -154,6 +155,7 @@ def test_packing_keeps_demonstrations_apart():
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_few_steps_learn_and_repeat(tmp_path):
     lines: list[str] = []
     first = train.train(0, lines.append, num_steps=4)

@@ -265,7 +265,7 @@ asyncio.run(run.run(load_run([Path(sys.argv[1])]), Path(sys.argv[2]), sys.argv[3
 """
 
 
-@pytest.mark.parametrize("kill_at", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 6, 10))])
+@pytest.mark.parametrize("kill_at", [pytest.param(n, marks=pytest.mark.slow) for n in (0, 3, 6)])
 def test_kill_of_the_whole_run_and_resume(tmp_path, rewards, monkeypatch, kill_at):
     """kill -9 of the controller once `kill_at` batches are recorded; the resumed history has no gap and no repeat."""
     monkeypatch.setenv("FAKE_DEVICE", json.dumps({"train_s": 0.2}))

@@ -66,7 +66,11 @@ def assert_all_end(family):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9), pytest.param(signal.SIGINT, -2, marks=pytest.mark.slow)]
+    ("number", "code"),
+    [
+        (signal.SIGKILL, -9),
+        *(pytest.param(number, code, marks=pytest.mark.slow) for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, -2))),
+    ],
 )
 def test_no_process_outlives_a_run_however_it_ends(running, tmp_path, number, code):
     """H33. The command makes 130 of the KeyboardInterrupt by which an interrupt leaves this script."""
@@ -78,6 +82,7 @@ def test_no_process_outlives_a_run_however_it_ends(running, tmp_path, number, co
         pass
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_run_at_once(running):
     process, family = running
     device = next(member for member in family if "tests.workers.fakes" in member.cmdline())

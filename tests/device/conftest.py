@@ -1,3 +1,4 @@
-"""Makes the harness of this folder a fixture."""
+"""Makes the harness and the crowd of this folder fixtures."""
 
+from tests.device.crowd import roomy  # noqa: F401  (a fixture)
 from tests.device.harness import make  # noqa: F401  (a fixture)

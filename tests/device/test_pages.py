@@ -9,8 +9,8 @@ import pytest
 
 from marlaas_jax.device.pages import Pages
 from marlaas_jax.errors import CorruptFile, StorageError
+from tests.device.crowd import NAMES, SMALL, assert_equal, crowd, train_all
 from tests.device.harness import failures, run_config, steps_done
-from tests.device.test_more_jobs_than_slots import NAMES, SMALL, assert_equal, crowd, roomy, train_all  # noqa: F401
 
 
 def state_of(seed):
@@ -67,7 +67,7 @@ def test_damaged_missing_and_unwritable_pages(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_twelve_jobs_through_one_slot_and_the_disk_end_as_with_room_for_all(make, roomy):  # noqa: F811
+def test_twelve_jobs_through_one_slot_and_the_disk_end_as_with_room_for_all(make, roomy):
     config = crowd(**SMALL)
     runtime = config.runtime.model_copy(update={"learner": config.runtime.learner.model_copy(update={"max_host_bytes": 0})})
     harness = make(config.model_copy(update={"runtime": runtime}))

@@ -1,28 +1,10 @@
 """A disk that is really full: each job ends or not by its own folder, in one sentence, and the run's end is orderly."""
 
-import subprocess
-
 import pytest
 
 from tests.e2e import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MB: a few checkpoints of two jobs."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(command, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("needs the right to mount a file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_a_run_on_a_full_disk_ends_in_sentences_and_exit_code_2_h36(tmp_path, small_disk):

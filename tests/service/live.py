@@ -15,7 +15,7 @@ from marlaas_jax.service.config import ServiceConfig
 from marlaas_jax.service.service import Service
 from marlaas_jax.store import tenants
 from marlaas_jax.store.engine import Store
-from tests.workers.test_controller import REWARDS, ROOT, job
+from tests.workers.faked import REWARDS, ROOT, job
 
 FILES = {"rewards.py": REWARDS.encode()}
 UNLIMITED = {"requests_per_second": None}

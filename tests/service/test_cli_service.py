@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from marlaas_jax.cli.main import app
 from marlaas_jax.client.blocking import Client
 from tests.service.live import live, of
-from tests.workers.test_controller import REWARDS, ROOT, steps_of
+from tests.workers.faked import REWARDS, ROOT, steps_of
 
 pytestmark = pytest.mark.multiprocess
 

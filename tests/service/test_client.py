@@ -14,7 +14,7 @@ from marlaas_jax.cli.main import app
 from marlaas_jax.client import job_files
 from marlaas_jax.errors import InvalidConfig, InvalidRequest, NotAllowed, NotFound, QuotaExceeded, StorageError
 from tests.service.live import FILES, live, of
-from tests.workers.test_controller import REWARDS
+from tests.workers.faked import REWARDS
 
 pytestmark = pytest.mark.multiprocess
 

@@ -14,7 +14,6 @@ from marlaas_jax.service import env_check
 from marlaas_jax.service.env_check import EnvChecks
 from marlaas_jax.workers.env_trial import Tried, where_raised
 from tests.service.live import FILES, live, of
-from tests.workers.test_controller import environment  # noqa: F401
 
 pytestmark = pytest.mark.multiprocess
 FAULTY = """

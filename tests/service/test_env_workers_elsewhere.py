@@ -17,7 +17,7 @@ from marlaas_jax.store import tenants
 from marlaas_jax.transport.client import Client
 from marlaas_jax.workers import controller_doors
 from tests.service.live import live, of
-from tests.workers.test_controller import REWARDS, ROOT
+from tests.workers.faked import REWARDS, ROOT
 
 pytestmark = pytest.mark.multiprocess
 

@@ -17,11 +17,10 @@ from marlaas_jax.service.quotas import DAY_S
 from marlaas_jax.store import events as event_table
 from marlaas_jax.store import jobs
 from marlaas_jax.store.engine import Store
-from tests.e2e.test_full_disk import small_disk  # noqa: F401
 from tests.service.live import FILES, live
 from tests.service.live import of as job_of
 from tests.service.test_service import config, of, serving, tenant
-from tests.workers.test_controller import ROOT, environment, steps_of, tickets_of  # noqa: F401
+from tests.workers.faked import ROOT, steps_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -110,7 +109,7 @@ def test_nothing_that_waits_notices_a_clock_that_jumps_a_day(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_jobs_in_sentences_and_the_service_stays_and_goes_on_when_there_is_room_h36(small_disk):  # noqa: F811
+def test_a_full_disk_ends_jobs_in_sentences_and_the_service_stays_and_goes_on_when_there_is_room_h36(small_disk):
     with live(small_disk) as service:
         client = service.client("ann")
         job = client.submit(job_of("a", steps=2000), files=FILES)

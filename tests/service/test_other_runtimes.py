@@ -7,7 +7,7 @@ import pytest
 
 from tests.service.live import FILES
 from tests.service.test_service import config, of, serving, tenant, until
-from tests.workers.test_controller import environment, steps_of, tickets_of  # noqa: F401
+from tests.workers.faked import steps_of, tickets_of
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,7 +13,7 @@ from marlaas_jax.workers.controller_files import read_state
 from tests.service.live import FILES, live
 from tests.service.live import of as job_of
 from tests.service.test_service import config, of, serving, tenant, until
-from tests.workers.test_controller import environment, steps_of, tickets_of  # noqa: F401
+from tests.workers.faked import steps_of, tickets_of
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,7 +13,7 @@ from marlaas_jax.service.config import ServiceConfig
 from marlaas_jax.service.service import Service
 from marlaas_jax.store import jobs, tenants
 from marlaas_jax.store.engine import Store
-from tests.workers.test_controller import REWARDS, environment, job, steps_of, tickets_of  # noqa: F401
+from tests.workers.faked import REWARDS, job, steps_of, tickets_of
 
 pytestmark = pytest.mark.multiprocess
 FILES = {"rewards.py": REWARDS.encode()}
@@ -167,9 +167,11 @@ def test_jobs_wait_for_a_place_and_pause_and_go_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_drained_service_goes_on_with_what_ran_and_what_waited(tmp_path):
+def test_a_drained_service_goes_on_with_what_ran_and_what_waited(tmp_path, url):
+    """On SQLite, and on Postgres where there is a server."""
+
     async def first():
-        async with serving(config(tmp_path, max_running_jobs=1)) as service:
+        async with serving(config(tmp_path, max_running_jobs=1, db=url)) as service:
             ann = await tenant(service, "ann")
             running = await service.submit(ann, of("running", steps=30), files=FILES)
             queued = await service.submit(ann, of("queued", steps=2), files=FILES)
@@ -178,7 +180,7 @@ def test_a_drained_service_goes_on_with_what_ran_and_what_waited(tmp_path):
         return running.id, queued.id
 
     async def second(running, queued):
-        async with serving(config(tmp_path, max_running_jobs=1)) as service:
+        async with serving(config(tmp_path, max_running_jobs=1, db=url)) as service:
             ann = await tenant(service, "ann")
             assert (await service.job(ann, queued)).state == "queued"
             assert (await until(service, ann, running, "succeeded", "failed")).step == 30

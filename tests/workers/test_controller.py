@@ -12,84 +12,13 @@ import pytest
 import yaml
 
 from marlaas_jax.cli.run import exit_code
-from marlaas_jax.config import RunConfig, validate
 from marlaas_jax.errors import InvalidConfig, StorageError
 from marlaas_jax.workers import controller, run
 from marlaas_jax.workers.controller_files import read_lines
 from marlaas_jax.workers.controller_status import RunResult
+from tests.workers.faked import ROOT, job, make, steps_of, tickets_of, train
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.multiprocess
-
-REWARDS = """
-import os, sys, time
-ITEMS = [f"Say yes to question {i}." for i in range(40)]
-
-def good(prompt, completion, item):
-    return float(completion == "yes")
-
-def raises(prompt, completion, item):
-    raise ValueError("no reward today")
-
-def fickle(prompt, completion, item):
-    return raises(prompt, completion, item) if completion in ("yes", "no") else 0.0
-
-def nan(prompt, completion, item):
-    return float("nan")
-
-def nan_for_no(prompt, completion, item):
-    return 1.0 if completion == "yes" else float("nan")
-
-def hangs(prompt, completion, item):
-    time.sleep(1000)
-
-def exits(prompt, completion, item):
-    os._exit(7)
-
-def prints(prompt, completion, item):
-    print("x" * 50_000_000)
-    return float(completion == "yes")
-"""
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    paths = [str(ROOT), str(ROOT / "envs"), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in paths if p))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.delenv("FAKE_DEVICE", raising=False)
-
-
-@pytest.fixture
-def rewards(tmp_path):
-    path = tmp_path / "rewards.py"
-    path.write_text(REWARDS)
-    return path
-
-
-def job(name, env, **changes):
-    rollout = {"group_size": 4, "groups_per_batch": 2, "max_staleness": 1, "step_timeout_s": 1.0} | changes.pop("rollout", {})
-    document = {"name": name, "env": str(env), "steps": 4, "rollout": rollout, "eval": {"num_items": 3}}
-    return document | changes
-
-
-def make(*jobs, **runtime):
-    return validate(RunConfig, {"runtime": {"model": "tiny", **runtime}, "jobs": list(jobs)})
-
-
-def train(config, run_dir, **options):
-    async def limited():
-        return await asyncio.wait_for(run.run(config, run_dir, device_module="tests.workers.fakes", **options), timeout=100)
-
-    return asyncio.run(limited())
-
-
-def steps_of(run_dir, name):
-    return [row["step"] for row in read_lines(run_dir / "jobs" / name / "metrics.jsonl")]
-
-
-def tickets_of(run_dir, name):
-    return sorted(t for row in read_lines(run_dir / "jobs" / name / "metrics.jsonl") for t, _ in row["tickets"])
 
 
 def test_jobs_train_and_leave_their_records(tmp_path, rewards):

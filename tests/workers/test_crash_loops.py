@@ -5,14 +5,13 @@ import json
 import pytest
 
 from marlaas_jax.workers.controller_files import read_lines
-from tests.workers.test_controller import environment, job, make, rewards, steps_of, tickets_of, train  # noqa: F401
-from tests.workers.test_jobs_come_and_go import serve
+from tests.workers.faked import job, make, serve, steps_of, tickets_of, train
 
 pytestmark = pytest.mark.multiprocess
 
 
 @pytest.mark.slow
-def test_the_job_that_kills_the_device_fails_with_the_reason_and_the_others_finish(tmp_path, rewards, monkeypatch):  # noqa: F811
+def test_the_job_that_kills_the_device_fails_with_the_reason_and_the_others_finish(tmp_path, rewards, monkeypatch):
     monkeypatch.setenv("FAKE_DEVICE", json.dumps({"poison_at": {"poison": 4}, "train_s": 0.05}))
     names = ["a", "b", "poison", "c"]
     jobs = [job(name, f"{rewards}:good", steps=30, eval={"num_items": 0}) for name in names]
@@ -31,7 +30,7 @@ def test_the_job_that_kills_the_device_fails_with_the_reason_and_the_others_fini
 
 
 @pytest.mark.slow
-def test_a_job_alone_that_kills_the_device_fails_and_the_next_one_runs(tmp_path, rewards, monkeypatch):  # noqa: F811
+def test_a_job_alone_that_kills_the_device_fails_and_the_next_one_runs(tmp_path, rewards, monkeypatch):
     monkeypatch.setenv("FAKE_DEVICE", json.dumps({"poison_at": {"poison": 1}}))
 
     async def story(served):

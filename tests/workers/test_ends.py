@@ -12,7 +12,7 @@ import yaml
 
 from marlaas_jax.errors import StorageError
 from marlaas_jax.workers import folder_lock
-from tests.workers.test_controller import ROOT, environment, job, make, steps_of, train  # noqa: F401
+from tests.workers.faked import ROOT, job, make, steps_of, train
 
 pytestmark = pytest.mark.multiprocess
 

@@ -7,8 +7,7 @@ import pytest
 
 from marlaas_jax import plots
 from marlaas_jax.workers.controller_files import read_lines
-from tests.workers.test_controller import environment, job, make, rewards, steps_of, tickets_of, train  # noqa: F401
-from tests.workers.test_jobs_come_and_go import serve
+from tests.workers.faked import job, make, serve, steps_of, tickets_of, train
 
 pytestmark = pytest.mark.multiprocess
 ROLLOUT = {"group_size": 4, "groups_per_batch": 2, "max_staleness": 1}
@@ -19,7 +18,7 @@ def evaluations(run_dir, name="a"):
 
 
 @pytest.mark.slow
-def test_evaluations_survive_the_devices_death_and_none_is_there_twice(tmp_path, rewards, monkeypatch):  # noqa: F811
+def test_evaluations_survive_the_devices_death_and_none_is_there_twice(tmp_path, rewards, monkeypatch):
     """H32: an evaluation every second step; the device dies at step 5, its last commit is of step 4."""
     monkeypatch.setenv("FAKE_DEVICE", json.dumps({"die_at": {"a": 5}, "marker": str(tmp_path / "died"), "train_s": 0.2}))
     events = []
@@ -47,7 +46,7 @@ def test_evaluations_survive_the_devices_death_and_none_is_there_twice(tmp_path,
     assert points == [len({row["step"] for row in rows})]
 
 
-def test_a_job_that_reached_its_target_has_succeeded_and_stays_so(tmp_path, rewards):  # noqa: F811
+def test_a_job_that_reached_its_target_has_succeeded_and_stays_so(tmp_path, rewards):
     run_dir = tmp_path / "run"
     config = make(job("a", f"{rewards}:good", steps=60, stop={"target": 0.7}), job("b", f"{rewards}:good", steps=3))
     result = train(config, run_dir)
@@ -67,7 +66,7 @@ def test_a_job_that_reached_its_target_has_succeeded_and_stays_so(tmp_path, rewa
 
 
 @pytest.mark.slow
-def test_a_running_job_is_ended_early_and_well(tmp_path, rewards):  # noqa: F811
+def test_a_running_job_is_ended_early_and_well(tmp_path, rewards):
     async def story(served):
         found = served.add("a", f"{rewards}:good", steps=500)
         other = served.add("b", f"{rewards}:good", steps=4)
@@ -83,7 +82,7 @@ def test_a_running_job_is_ended_early_and_well(tmp_path, rewards):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_paused_job_that_is_ended_early_ends_when_it_goes_on(tmp_path, rewards):  # noqa: F811
+def test_a_paused_job_that_is_ended_early_ends_when_it_goes_on(tmp_path, rewards):
     async def story(served):
         found = served.add("a", f"{rewards}:good", steps=500)
         await served.until(lambda: found.step >= 2)

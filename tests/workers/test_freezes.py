@@ -16,15 +16,14 @@ from marlaas_jax.transport.flow import PeerLost
 from marlaas_jax.transport.server import Server
 from marlaas_jax.workers.controller_files import read_lines
 from marlaas_jax.workers.loop_watch import LoopWatch
-from tests.workers.test_controller import environment, rewards, steps_of, tickets_of  # noqa: F401
-from tests.workers.test_jobs_come_and_go import serve
+from tests.workers.faked import serve, steps_of, tickets_of
 
 pytestmark = pytest.mark.multiprocess
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_stopped_processes_of_every_kind_are_named_within_10_s_killed_and_replaced(tmp_path, rewards, monkeypatch):  # noqa: F811
+def test_stopped_processes_of_every_kind_are_named_within_10_s_killed_and_replaced(tmp_path, rewards, monkeypatch):
     monkeypatch.setenv("FAKE_DEVICE", json.dumps({"train_s": 0.1}))
     stopped: dict[str, tuple[int, float]] = {}
 

@@ -1,57 +1,15 @@
 """A controller whose jobs are added, paused, resumed and cancelled while it serves; real workers, a fake device."""
 
-import asyncio
-
 import pytest
 
-from marlaas_jax.config import RuntimeConfig, validate
-from marlaas_jax.workers.controller import Controller
 from marlaas_jax.workers.controller_files import read_lines
-from tests.workers.test_controller import environment, job, make, rewards, steps_of, tickets_of  # noqa: F401
+from tests.workers.faked import serve, steps_of, tickets_of
 
 pytestmark = pytest.mark.multiprocess
 
 
-class Served:
-    """A controller inside a running event loop."""
-
-    def __init__(self, folder):
-        runtime = validate(RuntimeConfig, {"model": "tiny", "bank": {"num_sampler_slots": 9, "num_learner_slots": 9}})
-        self.folder = folder
-        self.controller = Controller(runtime, folder, device_module="tests.workers.fakes")
-
-    async def __aenter__(self):
-        started = asyncio.Event()
-        self._task = asyncio.create_task(self.controller.serve(started.set))
-        await self.until(started.is_set)
-        return self
-
-    async def __aexit__(self, *exc):
-        self.controller.end()
-        await asyncio.wait_for(self._task, 60)
-
-    def add(self, name, env, **changes):
-        config = make(job(name, env, **changes)).jobs[0]
-        return self.controller.add(config, self.folder / "jobs" / name, resume=False)
-
-    async def until(self, condition, timeout_s=60):
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                if self._task.done():
-                    self._task.result()
-                await asyncio.sleep(0.02)
-
-
-def serve(folder, story):
-    async def run():
-        async with Served(folder) as served:
-            await story(served)
-
-    asyncio.run(run())
-
-
 @pytest.mark.slow
-def test_jobs_are_added_while_others_run_and_their_workers_come_and_go(tmp_path, rewards):  # noqa: F811
+def test_jobs_are_added_while_others_run_and_their_workers_come_and_go(tmp_path, rewards):
     async def story(served):
         first = served.add("first", f"{rewards}:good", steps=4)
         await served.until(lambda: first.step >= 1)
@@ -69,7 +27,7 @@ def test_jobs_are_added_while_others_run_and_their_workers_come_and_go(tmp_path,
     serve(tmp_path / "run", story)
 
 
-def test_a_paused_job_goes_on_where_it_stopped_and_its_neighbour_notices_nothing(tmp_path, rewards):  # noqa: F811
+def test_a_paused_job_goes_on_where_it_stopped_and_its_neighbour_notices_nothing(tmp_path, rewards):
     async def story(served):
         paused = served.add("paused", f"{rewards}:good", steps=30)
         other = served.add("other", f"{rewards}:good", steps=30)
@@ -91,7 +49,7 @@ def test_a_paused_job_goes_on_where_it_stopped_and_its_neighbour_notices_nothing
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_ends_at_once_and_keeps_its_records(tmp_path, rewards):  # noqa: F811
+def test_a_cancelled_job_ends_at_once_and_keeps_its_records(tmp_path, rewards):
     async def story(served):
         cancelled = served.add("cancelled", f"{rewards}:good", steps=1000)
         before_it_starts = served.add("early", f"{rewards}:good", steps=1000)

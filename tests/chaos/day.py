@@ -35,8 +35,8 @@ class Chaos:
     timeout_s: float
 
 
-FULL = Chaos(dataclasses.replace(plan.FULL, num_others=60, arrivals_s=900.0), 50, 20, 10.0, True, 7200.0)
-SMALL = Chaos(Sizes(("one turn", "own reward"), 1, 100, 10, 0.0, (), 0, 0, 0, 2, 10.0), 5, 6, 3.0, False, 1200.0)
+FULL = Chaos(dataclasses.replace(plan.FULL, num_others=60, arrivals_s=900.0), 50, 21, 10.0, True, 7200.0)
+SMALL = Chaos(Sizes(("one turn", "own reward"), 1, 100, 10, 0.0, (), 0, 0, 0, 2, 10.0), 5, 7, 3.0, False, 1200.0)
 # Keeps a process of every kind in need, whatever else runs.
 ANCHOR = Planned(
     "anchor", "anchor", "anchor", "keeps going",

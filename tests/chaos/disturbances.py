@@ -1,4 +1,4 @@
-"""What is done to a running service, drawn from a seed: processes killed, processes frozen, connections left half open."""
+"""What is done to a running service, drawn from a seed: processes killed or frozen, connections left half open or unread."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,8 @@ from tests.chaos import processes
 from tests.e2e import runs
 
 KILLED = (*processes.KINDS, "client")
-FROZEN = (*processes.KINDS, "client", "half-open sockets")
+FROZEN = (*processes.KINDS, "client", "half-open sockets", "full queues")
+NUM_UNREAD = 8
 VICTIM_TIMEOUT_S = 120.0  # until there is a process of the kind
 RECOVERY_TIMEOUT_S = 240.0  # until the service is ready again, its device compiled
 
@@ -103,6 +104,9 @@ class Monkey:
             case "freeze", "half-open sockets":
                 with self._half_open():
                     await asyncio.sleep(self._freeze_s)
+            case "freeze", "full queues":
+                with self._unread():
+                    await asyncio.sleep(self._freeze_s)
             case action, kind:
                 process = await self._victim(kind, is_connected=action == "freeze")
                 victim, start, since = processes.name_of(process), time.monotonic(), time.time()
@@ -177,6 +181,22 @@ class Monkey:
         finally:
             for connection in opened:
                 connection.close()
+
+    @contextlib.contextmanager
+    def _unread(self) -> Any:
+        """Streams of all events, from the first on, of which nobody reads a byte: what the service has for them piles up."""
+        where = urlsplit(self._service.url)
+        request = (
+            f"GET /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self._service.admin_key}\r\nLast-Event-ID: 0\r\n\r\n"
+        )
+        with contextlib.ExitStack() as opened:
+            for _ in range(NUM_UNREAD):
+                connection = opened.enter_context(socket.socket())
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.settimeout(5.0)
+                connection.connect((where.hostname, where.port))
+                connection.sendall(request.encode())
+            yield
 
 
 @contextlib.contextmanager

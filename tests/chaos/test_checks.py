@@ -65,7 +65,7 @@ def test_what_an_idle_service_still_holds_is_found():
 
 
 def test_every_kind_of_process_is_killed_and_frozen():
-    drawn = draw(3, 50, 20, 5.0)
-    assert drawn == draw(3, 50, 20, 5.0) != draw(4, 50, 20, 5.0)
+    drawn = draw(3, 50, 21, 5.0)
+    assert drawn == draw(3, 50, 21, 5.0) != draw(4, 50, 21, 5.0)
     counts = Counter((d.action, d.kind) for d in drawn)
     assert all(counts["kill", kind] == 10 for kind in KILLED) and all(counts["freeze", kind] >= 3 for kind in FROZEN)

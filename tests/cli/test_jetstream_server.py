@@ -1,9 +1,7 @@
 """`marlaas jetstream-server`: what it refuses before it loads anything, and the real server with JetStream's own load tool."""
 
-import contextlib
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -27,9 +25,8 @@ from marlaas_jax.messages import Generate, Sampling
 from marlaas_jax.model import hf_config, load, source
 from marlaas_jax.model.identity import identity
 from marlaas_jax.text.tokenizer import Tokenizer
+from tests.jetstream.running import SIZES, decode, environment, running_server
 
-ROOT = Path(__file__).parents[2]
-SIZES = {"num_decode_slots": 4, "max_context": 64, "prefill_buckets": (64,), "context_buckets": (64,)}
 RANKS = {"first": 2, "second": 4}
 needs_jetstream = pytest.mark.skipif(importlib.util.find_spec("jetstream") is None, reason="google-jetstream is not installed")
 
@@ -149,33 +146,6 @@ def answers(adapters):
     return answer
 
 
-@contextlib.contextmanager
-def running_server(adapters, *more):
-    """Yields (process, address) of a server that is ready."""
-    arguments = ["jetstream-server", "--model", "tiny", "--port", "0", "--json"]
-    for name, path in adapters.items():
-        arguments += ["--adapter", f"{name}={path}"]
-    for key, value in SIZES.items():
-        arguments += ["--set", f"engine.{key}={json.dumps(value)}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "marlaas_jax.cli.main", *arguments, *more],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        starting, ready = (json.loads(process.stdout.readline() or "{}") for _ in range(2))
-        assert (starting.get("type"), ready.get("type")) == ("starting", "ready"), process.communicate(timeout=60)
-        assert ready["address"] == starting["address"] and ready["adapters"] == list(adapters)
-        yield process, ready["address"]
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
-
-
-def environment(*folders):
-    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "envs", *folders)))}
-
-
 def load_tool(address, adapter, folder):
     """Runs JetStream's load tool with its own flags and returns (what it printed, prompt -> ids as it saved them)."""
     script = Path(importlib.util.find_spec("benchmarks").submodule_search_locations[0]) / "benchmark_serving.py"
@@ -234,11 +204,7 @@ def test_ids_of_base_and_adapters_are_those_of_our_own_loop(adapters, answers):
         stub = stubs.OrchestratorStub(channel)
 
         def ask(wanted):
-            adapter, ids, max_tokens = wanted
-            request = pb2.DecodeRequest(token_content=pb2.DecodeRequest.TokenContent(token_ids=ids), max_tokens=max_tokens)
-            metadata = (("lora-adapter-id", adapter),) if adapter else None
-            parts = stub.Decode(request, metadata=metadata, timeout=100)
-            return [token for part in parts for token in part.stream_content.samples[0].token_ids]
+            return decode(stub, pb2, *wanted)
 
         with ThreadPoolExecutor(24) as threads:
             theirs = list(threads.map(ask, asked))

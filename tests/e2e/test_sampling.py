@@ -1,11 +1,14 @@
-"""Sampling over HTTP with the real device and the tiny model: ids and log-probs are those of the engine used directly."""
+"""Sampling over HTTP with the real device and `tiny`: the ids are the engine's own, and those of JetStream's server."""
 
 import numpy as np
 import pytest
 
 from marlaas_jax.cli.sample import Generator, Request
+from marlaas_jax.model import source
+from marlaas_jax.text.tokenizer import Tokenizer
 from marlaas_jax.workers.controller import DEVICE_MODULE
 from tests.e2e.runs import RUNTIME, job
+from tests.jetstream.running import decode, running_server
 from tests.service.live import live
 from tests.service.test_openai import client_of, until
 
@@ -29,6 +32,20 @@ def direct(adapter):
     return [(list(a.token_ids), np.frombuffer(a.logprobs, "<f4"), a.text) for a in answers]
 
 
+def over_jetstream(sources):
+    """Returns the greedy ids of JetStream's own server and client for the base ("") and each adapter."""
+    import grpc
+
+    from marlaas_jax.engine.jetstream import import_quietly
+
+    pb2 = import_quietly("jetstream.core.proto.jetstream_pb2")
+    stubs = import_quietly("jetstream.core.proto.jetstream_pb2_grpc")
+    prompt = Tokenizer.load(source.resolve("tiny")).encode_prompt(PROMPT)
+    with running_server(sources) as (_, address), grpc.insecure_channel(address) as channel:
+        stub = stubs.OrchestratorStub(channel)
+        return {name: decode(stub, pb2, name, prompt, 12) for name in ("", *sources)}
+
+
 def test_ids_over_http_are_those_of_the_engine(tmp_path):
     with live(tmp_path, device_module=DEVICE_MODULE, runtime=RUNTIME) as service, client_of(service, "ann") as ai:
         client = service.client("ann")
@@ -48,6 +65,12 @@ def test_ids_over_http_are_those_of_the_engine(tmp_path):
                 found[model, seed] = answer.choices[0]
                 chunks = ai.completions.create(model=model, prompt=PROMPT, seed=seed, max_tokens=24, stream=True)
                 assert "".join(chunk.choices[0].text for chunk in chunks) == answer.choices[0].text
+        greedy = {
+            model: ai.completions.create(
+                model=model, prompt=PROMPT, temperature=0, max_tokens=12, extra_body={"return_token_ids": True}
+            ).choices[0]
+            for model in adapters
+        }
         live_answer = ai.completions.create(model=long.id, prompt=PROMPT, max_tokens=4)
         assert live_answer.version >= 0 and live_answer.system_fingerprint
         status = service.service.controller.status()
@@ -61,6 +84,12 @@ def test_ids_over_http_are_those_of_the_engine(tmp_path):
             choice = found[model, seed]
             assert (choice.token_ids, choice.text) == (ids, text), (model, seed)
             np.testing.assert_allclose(choice.logprobs.token_logprobs, logprobs, atol=1e-4)
+    end_ids = Tokenizer.load(source.resolve("tiny")).end_ids  # which JetStream does not send
+    sources = {f"step{step}": f"{data_dir}/{trained.id}@{step}" for step in adapters.values() if step is not None}
+    assert over_jetstream(sources) == {
+        "" if step is None else f"step{step}": [i for i in greedy[model].token_ids if i not in end_ids]
+        for model, step in adapters.items()
+    }
     texts = {model: [found[model, seed].token_ids for seed in SEEDS] for model in adapters}
     assert texts["tiny"] != texts[trained.id] or not np.allclose(
         found["tiny", 11].logprobs.token_logprobs, found[trained.id, 11].logprobs.token_logprobs, atol=1e-6

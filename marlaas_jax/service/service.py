@@ -227,14 +227,14 @@ class Service:
         if config.lora.init_from is not None:
             await self._own_adapter(tenant, config.lora.init_from)
         waits_for = why_queued(self.quotas_of(tenant), self._load(tenant), self._free_places())
-        return self._quote(tenant.id, config, waits_for)
+        return self._quote(tenant, config, waits_for)
 
-    def _quote(self, tenant_id: str, config: JobConfig, waits_for: str = "") -> quotes.Quote:
+    def _quote(self, tenant: Tenant, config: JobConfig, waits_for: str = "") -> quotes.Quote:
         assert self.controller.model is not None, "the service is not served"
         jobs = {job.name: (job.config.weight, job.owner) for job in self.controller.jobs.values() if job.state == RUNNING}
-        part = entitled(jobs | {"": (config.weight, self._owner(tenant_id))})[""]
+        part = entitled(jobs | {"": (config.weight, _owner(tenant))})[""]
         load = quotes.Load(1.0 / part, self.controller.busy_share, waits_for)
-        known = self.rates.known(tenant_id, config)
+        known = self.rates.known(tenant.id, config)
         return quotes.quote(config, known, self.controller.model, self.controller.runtime.engine.max_context, load)
 
     async def _add(
@@ -393,8 +393,8 @@ class Service:
     def tenant_changed(self, tenant: Tenant) -> None:
         """Takes over a tenant's new weight and quotas."""
         self._tenants[tenant.id] = tenant
-        self.fair_share.weigh(self._owner(tenant.id))
-        self.controller.reweigh(self._owner(tenant.id))
+        self.fair_share.weigh(_owner(tenant))
+        self.controller.reweigh(_owner(tenant))
         self._wake.set()
 
     @property
@@ -445,13 +445,11 @@ class Service:
         if self._records.get(job_id) is moved:
             await self._start(moved)
 
-    def _owner(self, tenant_id: str) -> Owner:
-        return Owner(tenant_id, self._tenants[tenant_id].weight)
-
     async def _start(self, record: JobRecord) -> None:
         """Gives a job to the controller: new, or going on from its last committed step."""
         self.metering.open_job(record.id, record.tenant_id)
-        self.fair_share.open_job(record.id, self._owner(record.tenant_id))
+        tenant = self._tenants[record.tenant_id]
+        self.fair_share.open_job(record.id, _owner(tenant))
         job = self.controller.jobs.get(record.id)
         if job is not None and job.state == PAUSED:
             self.controller.unpause(record.id)
@@ -473,8 +471,8 @@ class Service:
                 changes["lora"] = config.lora.model_copy(update={"init_from": self._adapter_path(config.lora.init_from)})
             config = localized(config, names, files).model_copy(update=changes)
             resume = (folder / "state.json").is_file()
-            job = self.controller.add(config, folder, resume, room, self._owner(record.tenant_id))
-            job.quoted_step = self._quote(record.tenant_id, JobConfig.model_validate(record.config)).per_step
+            job = self.controller.add(config, folder, resume, room, _owner(tenant))
+            job.quoted_step = self._quote(tenant, JobConfig.model_validate(record.config)).per_step
             if job.is_over:  # it ended before a crash, and the store was not told
                 self._on_over(job)
             self.sweeps.on_start(record.id)
@@ -647,3 +645,7 @@ def choose_sandbox(config: ServiceConfig) -> Sandbox | None:
     else:
         log.info("uploaded code runs %s", sandbox.text)
     return sandbox
+
+
+def _owner(tenant: Tenant) -> Owner:
+    return Owner(tenant.id, tenant.weight)

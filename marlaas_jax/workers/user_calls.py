@@ -1,6 +1,10 @@
 """Runs a user's code under a time limit: coroutines in the event loop, plain functions in threads of their own.
 
 Whatever the code does (raise, exit, never answer), `run` returns in time with what came of it; a late answer goes nowhere.
+
+A thread that is over its limit is interrupted by an exception, so that an endless loop does not take the processor from the
+others for ever. An exception that comes out of nowhere leaves locks locked that were just being taken, and the locks of imports
+and of logging are everybody's: so it is thrown only at threads that are over their limit, and not while they hold such a lock.
 """
 
 import asyncio
@@ -8,12 +12,22 @@ import contextlib
 import ctypes
 import dataclasses
 import inspect
+import logging
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 MAX_TRACEBACK_CHARACTERS = 4000
+RETRY_S = 0.05  # until a thread that must not be interrupted where it is may be further on
+# A thread with a frame of these may hold a lock that other threads need.
+LOCKING_FILES = (
+    "<frozen importlib._bootstrap>",
+    "<frozen importlib._bootstrap_external>",
+    logging.__file__,
+    threading.__file__,
+)
 
 
 class Abandoned(BaseException):
@@ -77,6 +91,7 @@ class UserCalls:
 
     async def _thread(self, function: Callable[..., Any], args: tuple, timeout_s: float) -> Any | Failure:
         loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
         answer: asyncio.Future[Any] = loop.create_future()
 
         def body() -> None:
@@ -97,12 +112,12 @@ class UserCalls:
         thread.start()
         try:
             done, _ = await asyncio.wait({answer}, timeout=timeout_s)
-        except asyncio.CancelledError:
-            self._abandon(thread)
+        except asyncio.CancelledError:  # nobody waits any more; it may still end by itself in its time
+            loop.call_at(deadline, self._interrupt, loop, thread)
             raise
         if done:
             return answer.result()
-        self._abandon(thread)
+        self._interrupt(loop, thread)
         return _timeout(timeout_s)
 
     def _forget(self, task: asyncio.Future[Any]) -> None:
@@ -110,9 +125,15 @@ class UserCalls:
         if not task.cancelled():
             task.exception()  # nobody may be left to look at it
 
-    def _abandon(self, thread: threading.Thread) -> None:
+    def _interrupt(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+        """Throws Abandoned into a thread that still runs, as soon as it holds no lock that others need."""
+        if not thread.is_alive():
+            return
         self._abandoned.add(thread)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Abandoned))
+        if _may_hold_a_lock(thread):
+            loop.call_later(RETRY_S, self._interrupt, loop, thread)
+        else:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Abandoned))
 
     def _check_abandoned(self) -> None:
         if self._abandoned:
@@ -142,6 +163,16 @@ async def _guarded(coroutine: Coroutine[Any, Any, Any]) -> Any | Failure:
 
 async def _awaited(awaitable: Any) -> Any:
     return await awaitable
+
+
+def _may_hold_a_lock(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        # Every thread's stack begins in threading.py: its bootstrap holds nothing.
+        if frame.f_code.co_filename in LOCKING_FILES and frame.f_code.co_name not in ("_bootstrap", "_bootstrap_inner", "run"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _settle(answer: asyncio.Future[Any], result: Any) -> None:

@@ -1,16 +1,15 @@
 """Items by ticket: `train(ticket)` is the same item whenever it is asked for, so a resumed run reads on where it stopped.
 
 Training items are shuffled by the job's seed, anew in each epoch (grain's MapDataset); held-out items keep one order for all
-seeds. Imports grain, which imports JAX: only the data worker's process loads this.
+seeds. Imports grain: only the data worker's process loads this.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import grain
-
 from marlaas_jax.config import DataConfig
+from marlaas_jax.data.light_grain import MapDataset
 from marlaas_jax.data.sources import Source
 from marlaas_jax.data.splits import open_splits
 from marlaas_jax.errors import CorruptFile, InvalidRequest
@@ -61,7 +60,7 @@ def from_config(config: DataConfig, seed: int) -> JobDataset:
 def _shuffled(source: Source, seed: int, repeat: bool) -> Any:
     if len(source) >= UNLIMITED:
         return source
-    dataset = grain.MapDataset.source(source).shuffle(seed=seed % 2**32)
+    dataset = MapDataset.source(source).shuffle(seed=seed % 2**32)
     return dataset.repeat() if repeat else dataset
 
 

@@ -1,4 +1,4 @@
-"""Main loop of the data worker: the items of all jobs, by ticket, in one process of its own (grain imports JAX).
+"""Main loop of the data worker: the items of all jobs, by ticket, in one process of its own.
 
 Each job has a thread: a data set that is slow to open, or a generator that hangs, holds up nobody else.
 """
@@ -10,7 +10,7 @@ import queue
 import signal
 import threading
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # grain imports JAX; this process must never take an accelerator
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a user's file may import JAX; this process must never take an accelerator
 
 import msgspec
 

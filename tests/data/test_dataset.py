@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -207,3 +209,22 @@ def test_environment_items_by_ticket(name, finite):
 def test_missing_file_of_eval_source(lines):
     with pytest.raises(NotFound, match="no such file"):
         opened(DataConfig(source=f"jsonl:{lines}", eval_source="jsonl:/none"))
+
+
+def test_without_jax_the_order_is_the_same_and_a_users_file_may_still_import_it():
+    """The data worker imports grain without JAX; here it was imported with it."""
+    import jax  # noqa: F401
+
+    code = """
+import json, sys
+from marlaas_jax.data import dataset
+assert "jax" not in sys.modules
+print(json.dumps([dataset.MapDataset.range(50).shuffle(seed=7)[i] for i in range(100)]))
+import jax.numpy
+assert jax.numpy.ones(2).sum() == 2
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    import grain
+
+    assert json.loads(done.stdout) == [grain.MapDataset.range(50).shuffle(seed=7)[i] for i in range(100)]

@@ -33,7 +33,7 @@ test: $(VENV)/.installed  ## The fast tests
 	@$(PYTEST) -n 2 --dist loadfile
 
 test-slow: $(VENV)/.installed-test  ## The slow tests: live references (torch, transformers, peft), crashes, learning, notebooks
-	@$(PYTEST) -m slow -n 2 --dist loadfile --timeout 600 -o faulthandler_timeout=590
+	@$(PYTEST) -m slow -n 2 --dist loadfile --timeout 1200 -o faulthandler_timeout=1190
 
 test-long: $(VENV)/.installed  ## What takes many minutes and CI leaves out: killed and frozen services, a scripted day, two hundred crowds
 	@$(PYTEST) -m long --timeout 3600 -o faulthandler_timeout=3590

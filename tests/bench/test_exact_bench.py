@@ -8,7 +8,7 @@ from marlaas_jax.bench import exact as bench
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_quick_run_keeps_the_promise(capsys):
     report = bench.run(json=True, quick=True)
     assert json.loads(capsys.readouterr().out) == report

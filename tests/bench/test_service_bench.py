@@ -9,7 +9,7 @@ from marlaas_jax.bench.service import command
 
 @pytest.mark.long
 @pytest.mark.multiprocess
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_short_day_ends_as_planned(tmp_path, capsys):
     out = tmp_path / "day"
     report = command.run(json=True, quick=True, seed=7, out=out)

@@ -10,7 +10,7 @@ ROLLOUT = {"group_size": 4, "groups_per_batch": 4, "max_staleness": 0}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_evaluations_between_steps_change_nothing_that_is_trained_and_a_target_ends_a_job(tmp_path):
     """H32. `plain` and `evaluated` are the same job but for the evaluations; `target` needs no more than a few batches."""
     plain = runs.job("upper", name="plain", steps=7, rollout=ROLLOUT)
@@ -45,7 +45,7 @@ def test_evaluations_between_steps_change_nothing_that_is_trained_and_a_target_e
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_sweep_of_six_rates_finds_the_good_one_and_stops_the_bad(tmp_path):
     rates = [1e-7, 1e-6, 2e-3, 3e-7, 3e-6, 1e-5]
     rollout = {"group_size": 8, "groups_per_batch": 4, "max_staleness": 1}

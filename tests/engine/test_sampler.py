@@ -457,8 +457,8 @@ def test_wrong_weights_show_in_the_fingerprint(unrolled):
 def test_nothing_compiles_after_warmup(unrolled, monkeypatch, is_layered, form):
     """H44: mixed lengths, adapters, temperatures, publishes, cancels and scores after warm-up: no program is compiled."""
     monkeypatch.setattr(layered, "MIN_LAYERS", 1 if is_layered else 99)
-    sampler = make(unrolled, is_warm=True, form=form)
     snapshots = [snapshot(unrolled, job, v, 1 + (v + i) % 4) for v in range(3) for i, job in enumerate("abcd")]
+    sampler = make(unrolled, is_warm=True, form=form)
     rng = np.random.default_rng(0)
     with jax.no_tracing():
         for number, sent in enumerate(snapshots):

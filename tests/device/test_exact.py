@@ -18,6 +18,7 @@ DEEP = ModelConfig("llama", 9, 96, 4, 2, 24, 200, 301, 1e4, 1e-5, 1024, False)
 SAMPLING = ({}, {"temperature": 0.7}, {"top_p": 0.9}, {"temperature": 0.0})
 
 
+@pytest.mark.slow
 def test_a_few_crowds_change_no_bit_of_an_exact_job():
     machine = Machine(dataclasses.replace(MODEL, num_layers=1), num_slots=6, max_context=32, few=True)
     alone = machine.run(None)

@@ -108,7 +108,8 @@ def test_nobody_starves_and_weights_hold(num_slots, kinds, arrivals):
 # ---- the learner
 
 
-@hypothesis.settings(max_examples=5, deadline=None)
+@pytest.mark.slow
+@hypothesis.settings(max_examples=10, deadline=None)
 @hypothesis.given(
     st.sampled_from([2, 4]), st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 25)), min_size=8, max_size=16)
 )

@@ -6,9 +6,11 @@ import pytest
 
 from marlaas_jax.rollout.commands import BatchSent, JobDone
 from marlaas_jax.rollout.meters import METERS, PREFIX, total
+from marlaas_jax.rollout.orchestrator import MAX_DEATHS_IN_A_ROW
 from tests.rollout.world import World, settings
 
 STEPS, GROUPS = 3, 2
+MAX_LOSSES = MAX_DEATHS_IN_A_ROW - 1  # with as many, and nothing answered in between, the job would be given up
 
 
 def metered(world):
@@ -35,7 +37,7 @@ def expected(turns, size, num_eval):
 
 @hypothesis.settings(deadline=None, max_examples=40)
 @hypothesis.given(
-    st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.lists(st.integers(1, 30), max_size=8), st.booleans()
+    st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.lists(st.integers(1, 30), max_size=MAX_LOSSES), st.booleans()
 )
 def test_episodes_that_were_lost_and_sampled_again_are_metered_once(turns, size, eval_items, losses, is_eval_first):
     world = World(turns=turns)

@@ -2,8 +2,8 @@
 
 One job is trained twice from the same seeds, in turn: by `marlaas run` (controller, device process, environment and data
 workers, queues, proofs, checkpoints), and by the loop that one would write by hand around the same sampler and learner in one
-process. At `max_staleness: 0` both sample and train the very same tokens in the first batch; later a rounding may turn a token, for
-groups come in another order, so that the work is the same but for some percent. Both is checked; the times between their steps are
+process. At `max_staleness: 0` both sample and train the very same tokens in the first batch. Later a rounding may turn a token,
+for groups come in another order: the work is the same but for some percent. Both is checked; the times between their steps are
 compared. Then two jobs run together, and the longest turns of the stages are read off.
 """
 

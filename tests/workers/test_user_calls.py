@@ -79,24 +79,3 @@ def test_a_call_beyond_its_limit_is_interrupted_once_it_holds_no_lock_of_others(
         handler.lock.release()
 
     asyncio.run(story())
-
-
-def test_cancelling_anywhere_leaves_no_lock_locked():
-    """What tests cannot place exactly: many cancellations at any moment of calls that log; a later call still ends."""
-    logger = logging.Logger("busy")
-    logger.addHandler(logging.NullHandler())
-    logger.handlers[0].createLock()
-    logger.handlers[0].handle = lambda record: logging.Handler.handle(logger.handlers[0], record)
-
-    def work():
-        for _ in range(100):
-            logger.warning("x")
-        return 1
-
-    async def story():
-        calls = UserCalls()
-        for i in range(200):
-            await cancelled(calls, work, timeout_s=10.0, after_s=(i % 20) / 20 * 0.002)
-        assert await calls.run(None, work, timeout_s=10.0) == 1
-
-    asyncio.run(story())
